@@ -1,0 +1,1 @@
+"""The load generator and the raw event log that it writes."""

@@ -1,0 +1,1 @@
+"""The inference engine: which token comes out, and when."""

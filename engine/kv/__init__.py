@@ -1,0 +1,1 @@
+"""KV-cache managers: who owns which block of key/value memory."""

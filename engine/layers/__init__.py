@@ -1,0 +1,1 @@
+"""The layers that the native decoder is made of."""

@@ -1,0 +1,1 @@
+"""Model front ends behind one forward batch, and how checkpoints become them."""

@@ -1,0 +1,1 @@
+"""Mathematics on weights and the checkpoints that carry them."""
