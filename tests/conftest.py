@@ -1,0 +1,45 @@
+"""Fixtures that every test may use, and the fence that keeps tests off the network."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED_DATA = Path(os.environ.get("LLMBENCH_DATA", REPOSITORY.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Real evaluation data, prompts and traces; they are not part of the repository."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"no test data in {SHARED_DATA}; set LLMBENCH_DATA")
+    return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def cases_dir(data_dir: Path) -> Path:
+    """Inputs of faults that users reported on tools of this kind."""
+    cases = data_dir.parent / "cases"
+    if not cases.is_dir():
+        pytest.skip(f"no cases in {cases}")
+    return cases
+
+
+@pytest.fixture(autouse=True)
+def _no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test that opens a connection to another machine."""
+    if request.node.get_closest_marker("real"):
+        return
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> None:
+        local = isinstance(address, str | bytes) or (
+            isinstance(address, tuple) and address[0] in ("127.0.0.1", "::1", "localhost")
+        )
+        if not local:
+            raise AssertionError(f"a test tried to reach {address!r}")
+        connect(self, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
