@@ -1,9 +1,9 @@
 """Errors of measurement, one tree.
 
 BenchError                  anything that measuring refuses or fails at
-├── BenchConfigError        flags of a benchmark that cannot hold together
-├── WorkloadError           a data set that is missing, broken or too small; prompts too long
-├── TargetError             the system under test did not start, or went away
+├── WorkloadError           a data set, a length or an arrival process that gives no requests
+├── TargetError             the engine or server under test failed to start, broke or fell silent
+├── LoadGeneratorError      the process that sends the load failed, so the run says nothing
 └── ResultsError            a results folder that cannot be written, read or resumed
 
 The message says what was expected, what was found and where; the way out is a PEP 678 note.
@@ -11,19 +11,19 @@ The message says what was expected, what was found and where; the way out is a P
 
 
 class BenchError(Exception):
-    """Base of all errors that measurement raises on purpose."""
-
-
-class BenchConfigError(BenchError):
-    """Flags of a benchmark that cannot hold together."""
+    """Base of all errors that measuring raises on purpose."""
 
 
 class WorkloadError(BenchError):
-    """A data set that is missing, broken or too small, or a prompt that cannot be built."""
+    """A data set, a length or an arrival process that gives no requests."""
 
 
 class TargetError(BenchError):
-    """The system under test did not start, or went away."""
+    """The engine or server under test failed to start, broke or fell silent."""
+
+
+class LoadGeneratorError(BenchError):
+    """The process that sends the load failed, so the run says nothing about the target."""
 
 
 class ResultsError(BenchError):
