@@ -1,8 +1,9 @@
 """Errors of measurement, one tree.
 
-BenchError                  anything that measuring refuses or fails at
-├── WorkloadError           a data set, a length or an arrival process that gives no requests
-├── TargetError             the engine or server under test failed to start, broke or fell silent
+BenchError                  anything that measurement refuses or fails at
+├── BenchConfigError        flags of a benchmark that cannot hold together
+├── WorkloadError           a data set that is missing, broken or too small; prompts too long
+├── TargetError             the system under test did not start, or went away
 ├── LoadGeneratorError      the process that sends the load failed, so the run says nothing
 └── ResultsError            a results folder that cannot be written, read or resumed
 
@@ -11,15 +12,19 @@ The message says what was expected, what was found and where; the way out is a P
 
 
 class BenchError(Exception):
-    """Base of all errors that measuring raises on purpose."""
+    """Base of all errors that measurement raises on purpose."""
+
+
+class BenchConfigError(BenchError):
+    """Flags of a benchmark that cannot hold together."""
 
 
 class WorkloadError(BenchError):
-    """A data set, a length or an arrival process that gives no requests."""
+    """A data set that is missing, broken or too small, or a prompt that cannot be built."""
 
 
 class TargetError(BenchError):
-    """The engine or server under test failed to start, broke or fell silent."""
+    """The system under test did not start, or went away."""
 
 
 class LoadGeneratorError(BenchError):
