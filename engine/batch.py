@@ -7,7 +7,8 @@ together.
 Legend: B sequences · T tokens in this step · W blocks in the longest table · L rows with logits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,6 +29,8 @@ class ForwardBatch:
     """The first `num_decodes` sequences have one query token each."""
     query_lens: list[int]  # [B]
     context_lens: list[int]  # [B], seq_lens on the host
+    derived: dict[str, Any] = field(default_factory=dict)
+    """What a back end computed from the rest, once a step; keyed by the back end."""
 
     @property
     def num_seqs(self) -> int:

@@ -66,6 +66,10 @@ class TorchOps:
         residual += x
         return self.layer_norm(residual, weight, bias, eps)
 
+    def rope_factors(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `rope_and_store` takes as cos and sin, from float32 [T, R]; made once a step."""
+        return cos, sin
+
     def rope_and_store(
         self,
         qkv: Tensor,

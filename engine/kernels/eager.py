@@ -1,0 +1,115 @@
+"""The operations between matrix multiplications as the fewest torch calls that compute them.
+
+On CPU a decode step of a small model is 30 layers of operations that take a few microseconds
+each, so the number of calls counts as much as the arithmetic. `EagerOps` computes what
+reference.py specifies, in the tensors' own type where torch's kernels accumulate in float32 by
+themselves, and is the default on every device.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmbench.engine.batch import ForwardBatch
+from llmbench.engine.kernels.reference import ACTIVATIONS, TorchOps
+from llmbench.engine.layers.attention.torch_backend import TorchAttention
+from llmbench.engine.models.architecture import Activation
+
+
+class EagerOps(TorchOps):
+    """TorchOps with fewer calls; results differ by rounding only."""
+
+    name = "eager"
+
+    def __init__(self) -> None:
+        self._attention = TorchAttention()
+        self._weights: dict[tuple[int, torch.dtype], Tensor | None] = {}
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm of the rows of x [T, H]; weight [H] is float32."""
+        narrow = self._narrowed(weight, x.dtype)
+        if narrow is None:
+            return super().rms_norm(x, weight, eps)
+        return F.rms_norm(x, x.shape[-1:], narrow, eps)
+
+    def rope_factors(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Factors [T, 1, 2 R] of a head and of the head with its halves swapped."""
+        return (
+            torch.cat((cos, cos), dim=-1)[:, None].to(dtype),
+            torch.cat((-sin, sin), dim=-1)[:, None].to(dtype),
+        )
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        slot_mapping: Tensor,
+        kv_cache: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        q_norm_weight: Tensor | None,
+        k_norm_weight: Tensor | None,
+        eps: float,
+    ) -> None:
+        """Norm and rotate queries and keys in place, then write keys and values at their slots."""
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        num_rotated = num_heads + num_kv_heads
+        for start, stop, weight in (
+            (0, num_heads, q_norm_weight),
+            (num_heads, num_rotated, k_norm_weight),
+        ):
+            if weight is not None:
+                part = heads[:, start:stop]
+                rows = part if weight.numel() == head_dim else part.flatten(1)
+                part.copy_(self.rms_norm(rows, weight, eps).view_as(part))
+        if cos is not None and sin is not None:
+            half = rotary_dim // 2
+            rotated = heads[:, :num_rotated, :rotary_dim]
+            swapped = rotated.roll(half, -1)
+            rotated.mul_(cos).addcmul_(swapped, sin)
+        kv_cache.index_copy_(0, slot_mapping, heads[:, num_heads:])
+
+    def attention(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        batch: ForwardBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Causal attention of each sequence's new tokens over its cached ones -> [T, N * D]."""
+        query = q.view(q.shape[0], -1, kv_cache.shape[2])
+        out = self._attention.attend(
+            query,
+            kv_cache,
+            batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+        return out.flatten(1)
+
+    def act_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, x [T, 2 I] being gate and up side by side -> [T, I]."""
+        half = x.shape[-1] // 2
+        return ACTIVATIONS[activation](x[:, :half]).mul_(x[:, half:])
+
+    def act(self, x: Tensor, activation: Activation) -> Tensor:
+        """The activation of each element."""
+        return ACTIVATIONS[activation](x)
+
+    def _narrowed(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The weight in a narrower type, converted once; None where that would round it."""
+        if weight.dtype is dtype:
+            return weight
+        key = (weight.data_ptr(), dtype)
+        if key not in self._weights:
+            narrow = weight.to(dtype)
+            self._weights[key] = narrow if torch.equal(narrow.float(), weight) else None
+        return self._weights[key]
