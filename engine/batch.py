@@ -22,7 +22,7 @@ class ForwardBatch:
     slot_mapping: torch.Tensor  # [T] int64, block id * block_size + offset, where K/V are written
     query_start_loc: torch.Tensor  # [B + 1] int32, first token of each sequence
     seq_lens: torch.Tensor  # [B] int32, tokens of each sequence that attention sees
-    block_table: torch.Tensor  # [B, W] int32, block ids of each sequence; unused entries are 0
+    block_table: torch.Tensor  # [B, W] int32, block ids of each sequence; later entries are stale
     logits_indices: torch.Tensor  # [L] int64, rows of [T] whose logits are wanted
     block_size: int
     num_decodes: int

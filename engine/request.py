@@ -164,6 +164,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """Token id or string that ended the request; None for end-of-text and length."""
+    error: str | None = None
+    """Why the request failed, where `finish_reason` is "error"."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 

@@ -1,0 +1,205 @@
+"""EngineCore: one step after another, schedule → run → update.
+
+Everything synchronous and in one thread; llm.py drives it to the end of a list of prompts,
+async_engine.py drives it from a thread for streams. Each step leaves a StepRecord.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmbench.engine.config import EngineConfig
+from llmbench.engine.detokenizer import Detokenizer
+from llmbench.engine.errors import RequestError
+from llmbench.engine.kv.factory import make_kv_manager
+from llmbench.engine.memory import MemoryPlan, plan_memory
+from llmbench.engine.models.loader import LoadedModel, load_model
+from llmbench.engine.request import Request, RequestOutput, SamplingParams
+from llmbench.engine.runner import ModelRunner
+from llmbench.engine.sampling.rng import request_seed
+from llmbench.engine.sampling.sampler import Sampler
+from llmbench.engine.scheduler import Scheduler
+from llmbench.engine.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """A model, a KV pool, a scheduler and the loop between them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        loaded: LoadedModel | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Load the model and size the KV pool; `on_progress` hears a line a stage.
+
+        `loaded` takes the place of the model that `config` names (tests, the null model).
+        """
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.config = config
+        say = on_progress or logger.info
+        if loaded is None:
+            say(f"loading {config.model}")
+            loaded = load_model(config)
+        self.loaded = loaded
+        self.tokenizer: PreTrainedTokenizerBase | None = loaded.tokenizer
+        self.max_model_len = loaded.max_model_len
+        self.memory_plan: MemoryPlan = plan_memory(
+            config,
+            free_bytes=loaded.free_bytes,
+            weight_bytes=loaded.weight_bytes,
+            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            max_model_len=self.max_model_len,
+            hidden_size=loaded.hidden_size,
+            intermediate_size=loaded.intermediate_size,
+            vocab_size=loaded.vocab_size,
+            dtype_bytes=loaded.dtype.itemsize,
+        )
+        say(str(self.memory_plan))
+        self.kv = make_kv_manager(config, self.memory_plan.num_kv_blocks, self.max_model_len)
+        self.scheduler = Scheduler(config, self.kv, self.max_model_len)
+        self.runner = ModelRunner(
+            loaded.model,
+            self.kv,
+            Sampler(),
+            device=loaded.device,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        self.step_records: list[StepRecord] = []
+        self._requests: dict[str, Request] = {}
+        self._ordinals = itertools.count()
+        self._num_steps = 0
+
+    def make_requests(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
+    ) -> list[Request]:
+        """The `params.n` requests of one prompt, checked against the model.
+
+        Text is tokenized with the tokenizer's own special tokens. Raises RequestError.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer, and the model has none")
+            token_ids: list[int] = self.tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+        self._check_token_ids("prompt token id", token_ids)
+        self._check_token_ids("stop token id", params.stop_token_ids)
+        self._check_token_ids("logit_bias token id", params.logit_bias)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self.loaded.vocab_size:
+                raise RequestError(
+                    f"{name} must be at most the vocabulary's {self.loaded.vocab_size} tokens, "
+                    f"not {count}"
+                )
+        ordinal = next(self._ordinals)
+        requests = []
+        for index in range(params.n):
+            detokenizer = None
+            if params.detokenize and self.tokenizer is not None:
+                detokenizer = Detokenizer(self.tokenizer, token_ids, params)
+            requests.append(
+                Request(
+                    request_id=request_id if params.n == 1 else f"{request_id}-{index}",
+                    parent_id=request_id,
+                    answer_index=index,
+                    prompt_token_ids=token_ids,
+                    sampling_params=params if params.n == 1 else replace(params, n=1),
+                    eos_token_ids=self.loaded.eos_token_ids,
+                    rng_seed=request_seed(self.config.seed, params.seed, ordinal, index),
+                    detokenizer=detokenizer,
+                    arrival_s=time.perf_counter(),
+                )
+            )
+        return requests
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raises RequestError where it can never run."""
+        if request.request_id in self._requests:
+            raise RequestError(f"a request with the id {request.request_id!r} is already running")
+        self.scheduler.add(request)
+        self._requests[request.request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state it is; an unknown or finished one is left alone."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._forget(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do."""
+        return self.scheduler.has_unfinished
+
+    def reset_prefix_cache(self) -> int:
+        """Forget cached prefixes that no live request holds; returns the blocks forgotten."""
+        return self.kv.reset_prefix_cache()
+
+    def step(self) -> list[RequestOutput]:
+        """Advance the scheduled requests; returns what is new for each of them."""
+        start = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        for request in scheduled.preempted:
+            self.runner.forget(request)
+        after_schedule = time.perf_counter()
+        prefill = sum(n for _, n in scheduled.scheduled if n > 1)
+        total = sum(n for _, n in scheduled.scheduled)
+        sampled = self.runner.execute(scheduled) if scheduled.scheduled else {}
+        after_forward = time.perf_counter()
+        usage = self.kv.usage()
+        outputs = self.scheduler.update(scheduled, sampled)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(self._requests[output.request_id])
+        if self.config.check_integrity:
+            self.scheduler.check_integrity()
+            self.kv.check_integrity()
+        self.step_records.append(
+            StepRecord(
+                step=self._num_steps,
+                start_s=start,
+                schedule_s=after_schedule - start,
+                forward_s=after_forward - after_schedule,
+                update_s=time.perf_counter() - after_forward,
+                num_waiting=len(self.scheduler.waiting),
+                num_running=len(self.scheduler.running),
+                num_seqs=len(scheduled.scheduled),
+                num_prefill_tokens=prefill,
+                num_decode_tokens=total - prefill,
+                num_preempted=len(scheduled.preempted),
+                num_prefix_queried_tokens=scheduled.num_prefix_queried_tokens,
+                num_prefix_hit_tokens=scheduled.num_prefix_hit_tokens,
+                kv_num_blocks=usage.num_blocks,
+                kv_free_blocks=usage.num_free_blocks,
+                kv_cached_blocks=usage.num_cached_blocks,
+                kv_reserved_slots=usage.num_reserved_slots,
+                kv_used_slots=usage.num_used_slots,
+                kernel=self.loaded.model.kernel,
+            )
+        )
+        self._num_steps += 1
+        return outputs
+
+    def _forget(self, request: Request) -> None:
+        self.runner.forget(request)
+        del self._requests[request.request_id]
+
+    def _check_token_ids(self, what: str, token_ids: Sequence[int] | object) -> None:
+        size = self.loaded.vocab_size
+        for token_id in token_ids:  # type: ignore[attr-defined]
+            if not 0 <= token_id < size:
+                raise RequestError(f"{what} {token_id} is outside the vocabulary of {size} tokens")

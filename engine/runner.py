@@ -1,0 +1,178 @@
+"""The runner: from what was scheduled to tokens, through one forward pass.
+
+It flattens the scheduled requests into a ForwardBatch, runs the model, takes logits for the asked
+rows only, and samples. Block tables stay in one array between steps and receive only the blocks
+that are new, so that a step's cost on the host does not grow with the context.
+
+Legend: T tokens · B sequences · W blocks of the longest sequence · L rows with logits.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llmbench.engine.batch import ForwardBatch
+from llmbench.engine.kv.manager import KVCacheManager
+from llmbench.engine.models.registry import Model
+from llmbench.engine.request import Request, TokenLogprobs
+from llmbench.engine.sampling.logprobs import row_logprobs
+from llmbench.engine.sampling.sampler import Sampler
+from llmbench.engine.scheduler import SampledTokens, SchedulerOutput
+
+# Rows of prompt log-probabilities whose full-vocabulary logits are held at once.
+PROMPT_LOGPROB_ROWS = 64
+
+
+@dataclass(slots=True)
+class _TableRow:
+    """A request's row in the block table, and how much of it is up to date."""
+
+    index: int
+    num_blocks: int = 0
+    num_preemptions: int = 0
+
+
+class ModelRunner:
+    """Runs a model over scheduled requests; owns the KV tensors and the block table."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCacheManager,
+        sampler: Sampler,
+        *,
+        device: torch.device,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.model, self.kv, self.sampler, self.device = model, kv, sampler, device
+        self.kv_caches = model.make_kv_cache((kv.num_blocks + 1) * kv.block_size)
+        width = -(-max_model_len // kv.block_size)
+        self._table = np.zeros((max_num_seqs, width), dtype=np.int32)
+        self._rows: dict[str, _TableRow] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    @torch.inference_mode()
+    def execute(self, scheduled: SchedulerOutput) -> dict[str, SampledTokens]:
+        """One forward pass; a request whose catch-up this completes gets its next token."""
+        # One token each first; among them by length, so that attention pads little.
+        order = sorted(scheduled.scheduled, key=_row_order)
+        batch = self._build(order)
+        hidden = self.model.forward(batch, self.kv_caches)
+        results = {request.request_id: SampledTokens([], [], []) for request, _ in order}
+        samplers = [
+            request for request, n in order if request.num_computed_tokens + n == request.num_tokens
+        ]
+        if samplers:
+            logits = self.model.compute_logits(hidden.index_select(0, batch.logits_indices))
+            for request, row in zip(samplers, self.sampler(logits, samplers), strict=True):
+                result = results[request.request_id]
+                result.error = row.error
+                result.token_ids.append(row.token_id)
+                if row.logprobs is not None:
+                    result.logprobs.append(row.logprobs)
+        start = 0
+        for request, n in order:
+            if request.sampling_params.prompt_logprobs is not None:
+                result = results[request.request_id]
+                result.prompt_logprobs = self._prompt_logprobs(request, hidden[start : start + n])
+            start += n
+        return results
+
+    def forget(self, request: Request) -> None:
+        """Give back the block-table row of a request that has ended."""
+        row = self._rows.pop(request.request_id, None)
+        if row is not None:
+            self._free_rows.append(row.index)
+
+    def _build(self, order: list[tuple[Request, int]]) -> ForwardBatch:
+        size = self.kv.block_size
+        query_lens = [n for _, n in order]
+        computed = [request.num_computed_tokens for request, _ in order]
+        context_lens = [start + n for start, n in zip(computed, query_lens, strict=True)]
+        num_decodes = sum(1 for n in query_lens if n == 1)
+        token_ids: list[int] = []
+        for (request, n), start in zip(order, computed, strict=True):
+            if n == 1:
+                token_ids.append(_token_at(request, start))
+            else:
+                known = request.token_ids[start : start + n]
+                token_ids += known
+                token_ids += request.spec_token_ids[: n - len(known)]
+        rows = np.array([self._row(request) for request, _ in order], dtype=np.int64)
+        width = -(-max(context_lens) // size)
+        table = self._table[rows, :width]  # [B, W], a copy
+        lens = np.array(query_lens, dtype=np.int64)
+        starts = np.zeros(len(order) + 1, dtype=np.int32)
+        np.cumsum(lens, out=starts[1:])
+        if num_decodes == len(order):
+            positions = np.array(computed, dtype=np.int64)
+            sequence = np.arange(len(order))
+        else:
+            sequence = np.repeat(np.arange(len(order)), lens)  # [T]
+            first = np.array(computed, dtype=np.int64) - starts[:-1]
+            positions = np.arange(len(token_ids), dtype=np.int64) + first[sequence]
+        slots = table[sequence, positions // size].astype(np.int64) * size + positions % size
+        sampled = [
+            starts[i + 1] - 1
+            for i, (request, n) in enumerate(order)
+            if computed[i] + n == request.num_tokens
+        ]
+        return ForwardBatch(
+            input_ids=self._tensor(np.array(token_ids, dtype=np.int64)),
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(slots),
+            query_start_loc=self._tensor(starts),
+            seq_lens=self._tensor(np.array(context_lens, dtype=np.int32)),
+            block_table=self._tensor(table),
+            logits_indices=self._tensor(np.array(sampled, dtype=np.int64)),
+            block_size=size,
+            num_decodes=num_decodes,
+            query_lens=query_lens,
+            context_lens=context_lens,
+        )
+
+    def _row(self, request: Request) -> int:
+        """Index of the request's row in the block table, brought up to date."""
+        row = self._rows.get(request.request_id)
+        if row is None:
+            row = self._rows[request.request_id] = _TableRow(self._free_rows.pop())
+        if row.num_preemptions != request.num_preemptions or not self.kv.keeps_kv:
+            row.num_preemptions, row.num_blocks = request.num_preemptions, 0
+        block_ids = self.kv.block_ids(request)
+        if len(block_ids) > row.num_blocks:
+            self._table[row.index, row.num_blocks : len(block_ids)] = block_ids[row.num_blocks :]
+            row.num_blocks = len(block_ids)
+        return row.index
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+    def _prompt_logprobs(self, request: Request, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        """Log-probabilities of prompt tokens predicted in this step and not reported before."""
+        num_top = request.sampling_params.prompt_logprobs
+        assert num_top is not None
+        first = request.num_computed_tokens
+        start = max(first, len(request.prompt_logprobs))
+        stop = min(first + hidden.shape[0], request.num_prompt_tokens - 1)
+        found: list[TokenLogprobs] = []
+        for low in range(start, stop, PROMPT_LOGPROB_ROWS):
+            high = min(low + PROMPT_LOGPROB_ROWS, stop)
+            logits = self.model.compute_logits(hidden[low - first : high - first])
+            targets = request.prompt_token_ids[low + 1 : high + 1]
+            found += row_logprobs(logits, targets, num_top)
+        return found
+
+
+def _row_order(scheduled: tuple[Request, int]) -> tuple[int, int]:
+    request, n = scheduled
+    return (0, request.num_computed_tokens) if n == 1 else (1, 0)
+
+
+def _token_at(request: Request, position: int) -> int:
+    known = len(request.token_ids)
+    if position < known:
+        return request.token_ids[position]
+    return request.spec_token_ids[position - known]
