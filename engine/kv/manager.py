@@ -39,6 +39,8 @@ class KVCacheManager(Protocol):
     num_blocks: int
     keeps_kv: bool
     """False: nothing outlives a step, so a sequence is always computed whole (`uncached`)."""
+    has_prefix_cache: bool
+    """False: `match_prefix` never finds anything, so it counts as no query."""
 
     def max_tokens_ever(self) -> int:
         """Tokens of the longest sequence that an empty pool can hold."""
