@@ -2,7 +2,9 @@
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,33 @@ def cases_dir(data_dir: Path) -> Path:
     if not cases.is_dir():
         pytest.skip(f"no cases in {cases}")
     return cases
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[..., Any]:
+    """Make fast tokenizers of one id a UTF-8 byte: <s> is 0, </s> is 1, then 256 bytes."""
+
+    def build(*, adds_bos: bool = False, chat_template: str | None = None) -> Any:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+        from transformers import PreTrainedTokenizerFast
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        if adds_bos:
+            backend.post_processor = processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", 0)]
+            )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token="<s>",
+            eos_token="</s>",
+            chat_template=chat_template,
+        )
+
+    return build
 
 
 @pytest.fixture(autouse=True)
