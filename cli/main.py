@@ -19,13 +19,14 @@ import typer
 
 from llmbench.bench.errors import BenchConfigError, BenchError
 from llmbench.cli import models
+from llmbench.cli.options import SettingsError
 from llmbench.cli.output import print_error
 from llmbench.engine.errors import ConfigError, EngineError
 from llmbench.quant.errors import QuantError
 
 DONE, USAGE, FAILED, INTERRUPTED = 0, 2, 3, 130
-KNOWN_ERRORS = (QuantError, EngineError, BenchError)
-USAGE_ERRORS = (ConfigError, BenchConfigError)
+USAGE_ERRORS = (SettingsError, ConfigError, BenchConfigError)
+KNOWN_ERRORS = (SettingsError, QuantError, EngineError, BenchError)
 REPORTED_VERSIONS = ("llmbench", "torch", "transformers", "typer")
 
 app = typer.Typer(

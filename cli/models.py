@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
+from llmbench.cli.engine_options import complete_model
 from llmbench.cli.options import (
     Debug,
     Json,
     Quiet,
     SectionedCommand,
-    complete_model,
     examples,
     unknown_name,
 )

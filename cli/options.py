@@ -8,36 +8,19 @@ field are one word, spelt with `-` in the flag.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
-from llmbench.engine.config import (
-    DType,
-    EngineConfig,
-    KVManagerName,
-    LoadFormat,
-    ModelBackend,
-    Policy,
-    PrefixCacheName,
-    Reservation,
-)
+from llmbench.bench.errors import BenchError
+from llmbench.engine.errors import EngineError
+from llmbench.quant.errors import QuantError
 
 ConfigT = TypeVar("ConfigT")
-
-SIZE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 class SectionedCommand(TyperCommand):
@@ -62,14 +45,6 @@ def examples(*commands: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of `2GiB`, `512MB` or a bare number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in SIZE_UNITS:
-        raise typer.BadParameter(f"expected a size such as 2GiB or 512MiB, found `{text}`")
-    return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
-
-
 def unknown_name(message: str, parameter: str, close: Sequence[str]) -> typer.BadParameter:
     """A usage error for a name that does not exist, with the names that resemble it."""
     error = typer.BadParameter(message, param_hint=parameter)
@@ -78,110 +53,59 @@ def unknown_name(message: str, parameter: str, close: Sequence[str]) -> typer.Ba
     return error
 
 
-def config_from(kind: type[ConfigT], parameters: Mapping[str, Any], **more: Any) -> ConfigT:
-    """Build the config `kind` of the parameters that carry its fields' names, and of `more`."""
+class SettingsError(Exception):
+    """Flags that cannot hold together; the message is the config's own, in the words of flags."""
+
+
+def config_from(kind: type[ConfigT], ctx: typer.Context, **more: Any) -> ConfigT:
+    """Build the config `kind` of the parsed parameters that carry its fields' names, and `more`.
+
+    What the config refuses is the user's to change, so it becomes a SettingsError.
+    """
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: parameters[name] for name in names & parameters.keys()}, **more)
+    values = {name: ctx.params[name] for name in names & ctx.params.keys()}
+    try:
+        return kind(**{**values, **more})
+    except (QuantError, EngineError, BenchError) as refusal:
+        flags = {p.name: p.opts[0] for p in ctx.command.params if p.name in names}
+
+        def as_flag(word: re.Match[str]) -> str:
+            # `model` and `stop` are plain words too, except as the subject of the sentence.
+            is_name = "_" in word[0] or word.start() == 0
+            return flags.get(word[0], word[0]) if is_name else word[0]
+
+        error = SettingsError(re.sub(r"\w+", as_flag, str(refusal)))
+        for note in getattr(refusal, "__notes__", ()):
+            error.add_note(note)
+        raise error from refusal
 
 
-def default_of(kind: type, field: str) -> Any:
-    """Default of a dataclass field."""
-    return next(f.default for f in dataclasses.fields(kind) if f.name == field)
+def defaults_of(kind: type) -> SimpleNamespace:
+    """Defaults of a dataclass's fields, by name."""
+    return SimpleNamespace(
+        **{
+            field.name: field.default
+            for field in dataclasses.fields(kind)
+            if field.default is not dataclasses.MISSING
+        }
+    )
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """Catalogued model names that start with what was typed."""
-    from llmbench.engine.models.catalog import CATALOG
-
-    return [name for name in CATALOG if name.startswith(incomplete)]
-
-
-def _option(panel: str, *flags: str, help: str, **more: Any) -> Any:
+def option(panel: str, *flags: str, help: str, **more: Any) -> Any:
+    """An option that the help lists under the heading `panel`."""
     return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
 
 
-MODEL, SCHEDULING, CACHE, OUTPUT = "Model", "Scheduling", "KV cache", "Output"
+OUTPUT = "Output"
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Checkpoint folder, name from `llmbench models list`, or Hugging Face id.",
-        autocompletion=complete_model,
-    ),
-]
-Tokenizer = Annotated[
-    str | None, _option(MODEL, "--tokenizer", help="Tokenizer of another checkpoint.")
-]
-DTypeOption = Annotated[DType, _option(MODEL, "--dtype", help="Type of weights and KV cache.")]
-LoadFormatOption = Annotated[
-    LoadFormat,
-    _option(MODEL, "--load-format", help="`dummy` draws random weights from the config alone."),
-]
-ModelBackendOption = Annotated[
-    ModelBackend,
-    _option(MODEL, "--model-backend", help="Own decoder, transformers' code, or what fits."),
-]
-TrustRemoteCode = Annotated[
-    bool, _option(MODEL, "--trust-remote-code", help="Run Python code that comes with the model.")
-]
-MaxModelLen = Annotated[
-    int | None,
-    _option(MODEL, "--max-model-len", help="Longest prompt and output together, tokens."),
-]
-NumThreads = Annotated[int | None, _option(MODEL, "--num-threads", help="CPU threads of torch.")]
-Compile = Annotated[
-    bool, _option(MODEL, "--compile", help="Compile fused CPU kernels at first use; cached.")
-]
-PolicyOption = Annotated[
-    Policy, _option(SCHEDULING, "--policy", help="How a step's token budget is dealt out.")
-]
-MaxNumSeqs = Annotated[int, _option(SCHEDULING, "--max-num-seqs", help="Most sequences in a step.")]
-MaxNumBatchedTokens = Annotated[
-    int, _option(SCHEDULING, "--max-num-batched-tokens", help="Most tokens in a step.")
-]
-KVManagerOption = Annotated[
-    KVManagerName,
-    _option(CACHE, "--kv-manager", help="Blocks, reserved stretches, or no cache at all."),
-]
-ReservationOption = Annotated[
-    Reservation,
-    _option(CACHE, "--reservation", help="What the contiguous manager reserves up to."),
-]
-PrefixCacheOption = Annotated[
-    PrefixCacheName, _option(CACHE, "--prefix-cache", help="Reuse of the KV of equal prefixes.")
-]
-BlockSize = Annotated[int, _option(CACHE, "--block-size", help="Tokens in a KV block.")]
-KVCacheMemory = Annotated[
-    int | None,
-    _option(
-        CACHE,
-        "--kv-cache-memory",
-        help="Size of the KV pool, such as 2GiB.",
-        parser=parse_size,
-        metavar="SIZE",
-    ),
-]
-NumKVBlocks = Annotated[
-    int | None, _option(CACHE, "--num-kv-blocks", help="The same, as a number of blocks.")
-]
-MemoryUtilization = Annotated[
-    float,
-    _option(CACHE, "--memory-utilization", help="Share of free memory to use if no size is given."),
-]
 Seed = Annotated[
     int, typer.Option("--seed", help="Makes prompts, arrivals and sampled tokens repeatable.")
 ]
 OutputFolder = Annotated[
     Path | None,
-    _option(OUTPUT, "--output", "-o", help="Results folder; an existing one is resumed."),
+    option(OUTPUT, "--output", "-o", help="Results folder; an existing one is resumed."),
 ]
-Json = Annotated[bool, _option(OUTPUT, "--json", help="Print the result as one JSON document.")]
-Quiet = Annotated[bool, _option(OUTPUT, "--quiet", "-q", help="Print the result and nothing else.")]
-Verbose = Annotated[bool, _option(OUTPUT, "--verbose", "-v", help="Print what is going on inside.")]
-Debug = Annotated[bool, _option(OUTPUT, "--debug", help="Show the traceback of an error.")]
-
-
-def engine_default(field: str) -> Any:
-    """Default of an engine setting."""
-    return default_of(EngineConfig, field)
+Json = Annotated[bool, option(OUTPUT, "--json", help="Print the result as one JSON document.")]
+Quiet = Annotated[bool, option(OUTPUT, "--quiet", "-q", help="Print the result and nothing else.")]
+Verbose = Annotated[bool, option(OUTPUT, "--verbose", "-v", help="Print what is going on inside.")]
+Debug = Annotated[bool, option(OUTPUT, "--debug", help="Show the traceback of an error.")]

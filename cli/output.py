@@ -37,12 +37,18 @@ class Output:
     def result(self, text: str) -> None:
         """Print a part of the result; silent under `--json`, where `document` is the result."""
         if not self.as_json:
+            _write_stdout(f"{text}\n")
+
+    def piece(self, text: str) -> None:
+        """Print a piece of the result without ending the line; silent under `--json`."""
+        if not self.as_json:
             _write_stdout(text)
 
     def document(self, value: Mapping[str, object] | Sequence[object]) -> None:
         """Print the result as strict JSON under `--json`; nothing otherwise."""
         if self.as_json:
-            _write_stdout(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+            text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+            _write_stdout(f"{text}\n")
 
     def note(self, text: str) -> None:
         """Print a line that is not the result, unless `--quiet`."""
@@ -104,7 +110,8 @@ def has_color(stream: TextIO) -> bool:
 
 def _write_stdout(text: str) -> None:
     try:
-        print(text, flush=True)
+        sys.stdout.write(text)
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader has what it wanted (`… | head`). Python would complain once more on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,37 @@
+# Every target sets up what it needs. VENV names the environment to make or to use, PYTHON the
+# interpreter (3.11 or newer) that a new one is made with: make test VENV=~/envs/llmbench
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.llmbench-installed
+DEMO_MODEL := smollm2-135m
+
+.PHONY: help setup test static check fix
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
+
+setup: $(INSTALLED)  ## make the environment and install llmbench into it, editable
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) \
+	  else "llmbench needs Python 3.11 or newer; name one: make setup PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: setup  ## run the default test suite; tests of the demo model are skipped if it is out of reach
+	-@$(BIN)/llmbench models pull $(DEMO_MODEL) > /dev/null
+	$(BIN)/python -m pytest -m "not slow and not peers"
+
+static: setup  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: static test  ## all that a change has to pass
+
+fix: setup  ## format, and repair what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
