@@ -4,6 +4,7 @@ EngineError                 anything the engine refuses or fails at
 ├── ConfigError             flags that cannot hold together
 ├── CheckpointError         a checkpoint that is missing, broken or of an unknown kind
 ├── UnsupportedModelError   a sound checkpoint of a model that the engine cannot drive
+├── KernelBuildError        the CPU kernels cannot be compiled here
 ├── OutOfMemoryError        weights, KV cache or activations do not fit; the note shows the sum
 └── RequestError            one request that can never run; other requests are unharmed
 
@@ -25,6 +26,10 @@ class CheckpointError(EngineError):
 
 class UnsupportedModelError(EngineError):
     """A sound checkpoint of a model that the engine cannot drive."""
+
+
+class KernelBuildError(EngineError):
+    """The fused CPU kernels cannot be compiled or loaded here."""
 
 
 class OutOfMemoryError(EngineError):

@@ -1,0 +1,322 @@
+"""TorchOps as fused C++ kernels on CPU (cpu_kernels.cpp), called through ctypes.
+
+Each method checks what it hands over, since a wrong shape would read memory that is not there,
+and passes addresses. A call costs about as much as one torch operation and replaces several.
+Results equal reference.py's up to rounding. Attention is batch-invariant to the bit: see
+cpu_attention.h.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from llmbench.engine.batch import ForwardBatch
+from llmbench.engine.kernels.cpu_build import load_library
+from llmbench.engine.kernels.reference import TorchOps
+from llmbench.engine.models.architecture import Activation
+
+# The order of `enum Activation` in cpu_kernels.cpp.
+_ACTIVATION_CODES: dict[Activation, int] = {
+    name: code for code, name in enumerate(get_args(Activation))
+}
+_MAX_HEAD_DIM = 512  # MAX_HEAD_DIM in cpu_attention.h
+
+_int, _float, _pointer = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class _RopeShape(ctypes.Structure):
+    _fields_ = (
+        ("tokens", _int),
+        ("num_heads", _int),
+        ("num_kv_heads", _int),
+        ("head_dim", _int),
+        ("rotary_dim", _int),
+        ("norm_together", _int),
+        ("eps", _float),
+    )
+
+
+class _AttentionBatch(ctypes.Structure):
+    _fields_ = (
+        ("num_seqs", _int),
+        ("block_size", _int),
+        ("table_width", _int),
+        ("query_start_loc", _pointer),
+        ("seq_lens", _pointer),
+        ("block_table", _pointer),
+    )
+
+
+class _AttentionShape(ctypes.Structure):
+    _fields_ = (
+        ("num_heads", _int),
+        ("num_kv_heads", _int),
+        ("head_dim", _int),
+        ("query_stride", _int),
+        ("window", _int),
+        ("scale", _float),
+        ("softcap", _float),
+    )
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "rms_norm": (*[_pointer] * 4, _int, _int, _float, _int),
+    "layer_norm": (*[_pointer] * 5, _int, _int, _float, _int),
+    "act": (_pointer, _pointer, *[_int] * 5),
+    "rope_and_store": (*[_pointer] * 8, _int),
+    "attention": (*[_pointer] * 5, _int),
+    "argmax": (_pointer, _pointer, _int, _int, _int),
+}
+_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class CpuOps(TorchOps):
+    """The operations as C++ kernels; float32 and bfloat16, on CPU."""
+
+    name = "cpu"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Build or load the kernels for tensors of `dtype`."""
+        library = load_library()
+        self.dtype = dtype
+
+        def kernel(name: str) -> Callable[..., None]:
+            function: Any = getattr(library, f"{name}_{_TYPES[dtype]}")
+            function.argtypes, function.restype = _ARGUMENTS[name], None
+            bound: Callable[..., None] = function
+            return bound
+
+        self._rms_norm = kernel("rms_norm")
+        self._layer_norm = kernel("layer_norm")
+        self._act = kernel("act")
+        self._rope_and_store = kernel("rope_and_store")
+        self._attention = kernel("attention")
+        self._argmax = kernel("argmax")
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm of the rows of x [T, H]; weight [H] is float32."""
+        return self._norm_rms(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` in place, and norm the sum as it stands there (rounded)."""
+        return self._norm_rms(x, residual, weight, eps)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """Layer norm of the rows of x [T, H]; weight and bias are float32 [H]."""
+        return self._norm_layer(x, None, weight, bias, eps)
+
+    def add_layer_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Add x to `residual` in place, and norm the sum as it stands there (rounded)."""
+        return self._norm_layer(x, residual, weight, bias, eps)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        slot_mapping: Tensor,
+        kv_cache: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        q_norm_weight: Tensor | None,
+        k_norm_weight: Tensor | None,
+        eps: float,
+    ) -> None:
+        """Norm and rotate queries and keys in place, then write keys and values at their slots."""
+        num_tokens, width = qkv.shape
+        _check(head_dim <= _MAX_HEAD_DIM, "head_dim", head_dim)
+        _check(width == (num_heads + 2 * num_kv_heads) * head_dim, "width of qkv", width)
+        _check(kv_cache.shape[1:] == (2 * num_kv_heads, head_dim), "kv_cache", kv_cache.shape)
+        _check(
+            slot_mapping.dtype is torch.int64 and slot_mapping.is_contiguous(),
+            "slot_mapping",
+            slot_mapping.dtype,
+        )
+        _check(slot_mapping.numel() == num_tokens, "slot_mapping", slot_mapping.shape)
+        together = False
+        if q_norm_weight is not None and k_norm_weight is not None:
+            together = q_norm_weight.numel() != head_dim
+            for weight, heads in ((q_norm_weight, num_heads), (k_norm_weight, num_kv_heads)):
+                size = heads * head_dim if together else head_dim
+                _check(weight.numel() == size, "norm weight", weight.shape)
+        if cos is not None and sin is not None:
+            for factors in (cos, sin):
+                size = num_tokens * (rotary_dim // 2)
+                _check(factors.numel() == size, "cos or sin", factors.shape)
+        shape = _RopeShape(num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, together, eps)
+        self._rope_and_store(
+            ctypes.addressof(shape),
+            self._address(qkv),
+            _float_address(cos),
+            _float_address(sin),
+            slot_mapping.data_ptr(),
+            self._address(kv_cache),
+            _float_address(q_norm_weight),
+            _float_address(k_norm_weight),
+            torch.get_num_threads(),
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        batch: ForwardBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Causal attention of each sequence's new tokens over its cached ones -> [T, N * D]."""
+        num_tokens, width = q.shape
+        head_dim = kv_cache.shape[2]
+        num_kv_heads = kv_cache.shape[1] // 2
+        num_heads = width // head_dim
+        _check(head_dim <= _MAX_HEAD_DIM, "head_dim", head_dim)
+        _check(num_heads % num_kv_heads == 0, "number of query heads", num_heads)
+        _check(q.dtype is self.dtype and q.stride(1) == 1, "q", (q.dtype, q.stride()))
+        arguments = batch.derived.get("cpu_attention")
+        if arguments is None:
+            arguments = batch.derived["cpu_attention"] = _batch_arguments(batch)
+        shape = _AttentionShape(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            q.stride(0),
+            sliding_window or 0,
+            scale,
+            softcap or 0.0,
+        )
+        out = torch.empty((num_tokens, width), dtype=self.dtype)
+        self._attention(
+            ctypes.addressof(arguments),
+            ctypes.addressof(shape),
+            out.data_ptr(),
+            q.data_ptr(),
+            self._address(kv_cache),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def act_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, x [T, 2 I] being gate and up side by side -> [T, I]."""
+        return self._activate(x, activation, x.shape[-1] // 2, True)
+
+    def act(self, x: Tensor, activation: Activation) -> Tensor:
+        """The activation of each element."""
+        return self._activate(x, activation, x.shape[-1], False)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """Index of the first largest element of each row of x [T, V] -> [T] int64."""
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        self._argmax(out.data_ptr(), self._address(x), *x.shape, torch.get_num_threads())
+        return out
+
+    def _norm_rms(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        _check(weight.numel() == size, "weight", weight.shape)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            out.data_ptr(),
+            self._address(x),
+            None if residual is None else self._residual_address(residual, x),
+            _float_address(weight),
+            x.numel() // size,
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def _norm_layer(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        size = x.shape[-1]
+        for vector in (weight, bias):
+            _check(vector is None or vector.numel() == size, "weight or bias", vector)
+        out = torch.empty_like(x)
+        self._layer_norm(
+            out.data_ptr(),
+            self._address(x),
+            None if residual is None else self._residual_address(residual, x),
+            _float_address(weight),
+            _float_address(bias),
+            x.numel() // size,
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
+        num_tokens = x.shape[0]
+        out = torch.empty((num_tokens, size), dtype=self.dtype)
+        self._act(
+            out.data_ptr(),
+            self._address(x),
+            num_tokens,
+            size,
+            _ACTIVATION_CODES[activation],
+            gated,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def _address(self, x: Tensor) -> int:
+        if x.dtype is not self.dtype or not x.is_contiguous():
+            _check(False, f"contiguous {self.dtype} tensor", (x.dtype, x.stride()))
+        return x.data_ptr()
+
+    def _residual_address(self, residual: Tensor, x: Tensor) -> int:
+        _check(residual.shape == x.shape, "residual", residual.shape)
+        return self._address(residual)
+
+
+def _float_address(x: Tensor | None) -> int | None:
+    if x is None:
+        return None
+    _check(x.dtype is torch.float32 and x.is_contiguous(), "float32 argument", x.dtype)
+    return x.data_ptr()
+
+
+def _batch_arguments(batch: ForwardBatch) -> _AttentionBatch:
+    """The batch as the kernel sees it; the batch keeps the tensors alive."""
+    tensors = (batch.query_start_loc, batch.seq_lens, batch.block_table)
+    for tensor in tensors:
+        _check(tensor.dtype is torch.int32 and tensor.stride(-1) == 1, "batch", tensor.dtype)
+    num_seqs = batch.num_seqs
+    _check(batch.query_start_loc.numel() == num_seqs + 1, "query_start_loc", num_seqs)
+    _check(batch.seq_lens.numel() == num_seqs, "seq_lens", num_seqs)
+    width = -(-max(batch.context_lens) // batch.block_size)
+    _check(batch.block_table.shape[0] == num_seqs, "block_table", batch.block_table.shape)
+    _check(batch.block_table.shape[1] >= width, "block_table", batch.block_table.shape)
+    return _AttentionBatch(
+        num_seqs,
+        batch.block_size,
+        batch.block_table.stride(0),
+        *(tensor.data_ptr() for tensor in tensors),
+    )
+
+
+def _check(holds: bool, name: str, found: object) -> None:
+    if not holds:
+        raise ValueError(f"CPU kernel cannot take {name}: {found}")

@@ -1,0 +1,180 @@
+// Vectors of W floats in GCC/Clang vector extensions: one source for AVX-512, AVX2, NEON and SSE.
+//
+// bfloat16 is handled as its bits: it is the upper half of a float32, so widening is a shift and
+// narrowing an addition that rounds to nearest, ties to even.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+// Two bfloat16 products added to a float32 in each lane, as one instruction.
+#if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+#define HAS_BF16_DOT 1
+#include <immintrin.h>
+#else
+#define HAS_BF16_DOT 0
+#endif
+
+constexpr int W = VECTOR_BYTES / 4;  // lanes
+
+typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+template <class V, class P>
+static inline V read(const P* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V, class P>
+static inline void write(P* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+static inline vf splat(float x) { return vf{} + x; }
+
+static inline vf load(const float* p) { return read<vf>(p); }
+static inline vf load(const bf16* p) {
+    return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16);
+}
+
+static inline float load1(const float* p) { return *p; }
+static inline float load1(const bf16* p) {
+    uint32_t bits = uint32_t(p->bits) << 16;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline vh round_to_bf16(vf x) {
+#if HAS_BF16_DOT
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+    vu bits = (vu)x;
+    vu rounded = (bits + (0x7fffu + ((bits >> 16) & 1u))) >> 16;
+    vu quiet_nan = (bits >> 16) | 0x40u;
+    return __builtin_convertvector((vu)((x == x) ? rounded : quiet_nan), vh);
+#endif
+}
+
+static inline void store(float* p, vf x) { write(p, x); }
+static inline void store(bf16* p, vf x) { write(p, round_to_bf16(x)); }
+
+static inline void store1(float* p, float x) { *p = x; }
+static inline void store1(bf16* p, float x) {
+    vh rounded = round_to_bf16(splat(x));
+    p->bits = rounded[0];
+}
+
+// The n < W elements at p, zeros behind them.
+template <class T>
+static inline vf load_part(const T* p, int64_t n) {
+    float lanes[W] = {};
+    for (int64_t i = 0; i < n; i++) lanes[i] = load1(p + i);
+    return load(lanes);
+}
+
+template <class T>
+static inline void store_part(T* p, vf x, int64_t n) {
+    float lanes[W];
+    store(lanes, x);
+    for (int64_t i = 0; i < n; i++) store1(p + i, lanes[i]);
+}
+
+static inline vf maximum(vf a, vf b) { return a > b ? a : b; }
+
+static inline float sum(vf x) {
+    float lanes[W];
+    store(lanes, x);
+    for (int s = W / 2; s > 0; s /= 2)
+        for (int i = 0; i < s; i++) lanes[i] += lanes[i + s];
+    return lanes[0];
+}
+
+static inline float maximum(vf x) {
+    float lanes[W];
+    store(lanes, x);
+    for (int s = W / 2; s > 0; s /= 2)
+        for (int i = 0; i < s; i++) lanes[i] = lanes[i] > lanes[i + s] ? lanes[i] : lanes[i + s];
+    return lanes[0];
+}
+
+// exp(x) to 2 units in the last place (Cephes expf: Cody-Waite reduction by ln 2, a polynomial of
+// degree 5 on [-ln 2 / 2, ln 2 / 2]). Results below the smallest normal number are 0; arguments
+// above 88 give exp(88).
+static inline vf exp(vf x) {
+    vf bounded = x > 88.0f ? splat(88.0f) : x;
+    bounded = bounded < -87.0f ? splat(-87.0f) : bounded;
+    constexpr float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    vf n = (bounded * 1.44269504f + to_integer) - to_integer;
+    vf r = bounded - n * 0.693359375f - n * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vf result = (vf)((vi)p + (__builtin_convertvector(n, vi) << 23));
+    return x < -87.0f ? vf{} : result;
+}
+
+static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
+
+// Absolute error below 2e-7.
+static inline vf tanh(vf x) { return 1.0f - 2.0f / (1.0f + exp(2.0f * x)); }
+
+// Abramowitz and Stegun 7.1.26; absolute error below 2e-7.
+static inline vf erf(vf x) {
+    vf size = x < 0.0f ? -x : x;
+    vf t = 1.0f / (1.0f + 0.3275911f * size);
+    vf p = splat(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    vf positive = 1.0f - p * t * exp(-size * size);
+    return x < 0.0f ? -positive : positive;
+}
+
+// Lanes of a and b as one stage of a transposition takes them: S is the distance swapped.
+template <int S, bool HIGH, size_t... I>
+static inline vu exchange(vu a, vu b, std::index_sequence<I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(
+        a, b, (HIGH ? ((I & S) ? W + I : I + S) : ((I & S) ? W + I - S : I))...);
+#else
+    return __builtin_shuffle(
+        a, b, vu{(HIGH ? ((I & S) ? W + I : I + S) : ((I & S) ? W + I - S : I))...});
+#endif
+}
+
+template <int S>
+static inline void transpose_stage(vu* rows) {
+    using lanes = std::make_index_sequence<W>;
+    for (int i = 0; i < W; i++) {
+        if (i & S) continue;
+        vu a = rows[i], b = rows[i + S];
+        rows[i] = exchange<S, false>(a, b, lanes());
+        rows[i + S] = exchange<S, true>(a, b, lanes());
+    }
+    if constexpr (S > 1) transpose_stage<S / 2>(rows);
+}
+
+// W rows of W 32-bit units, in place.
+static inline void transpose(vu* rows) { transpose_stage<W / 2>(rows); }
