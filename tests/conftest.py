@@ -46,7 +46,7 @@ def byte_tokenizer() -> Callable[..., Any]:
             backend.post_processor = processors.TemplateProcessing(
                 single="<s> $A", special_tokens=[("<s>", 0)]
             )
-        return PreTrainedTokenizerFast(
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=backend,
             bos_token="<s>",
             eos_token="</s>",
@@ -54,6 +54,19 @@ def byte_tokenizer() -> Callable[..., Any]:
         )
 
     return build
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The real demo checkpoint, fetched once; tests that use it are marked `real`."""
+    from llmbench.engine.errors import CheckpointError
+    from llmbench.engine.models.catalog import catalog_model
+    from llmbench.engine.models.fetch import pull
+
+    try:
+        return pull(catalog_model("smollm2-135m"))
+    except CheckpointError as error:
+        pytest.skip(f"no demo model: {error}")
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def read_bundle(path: Path) -> Bundle:
     """Read a bundle; refuse one that is cut short, altered or of another version."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-        head, *records = [json.loads(line) for line in lines if line]
+        head, *records = [json.loads(line) for line in lines if line] or [None]
     except FileNotFoundError as cause:
         raise WorkloadError(f"no workload file {path}") from cause
     except OSError as cause:
@@ -119,7 +119,10 @@ def read_bundle(path: Path) -> Bundle:
 
 def _request(record: dict[str, Any]) -> RequestSpec:
     fields = {name: record[name] for name in REQUEST_FIELDS}
-    fields["prompt_token_ids"] = tuple(fields["prompt_token_ids"])
+    ids = tuple(fields["prompt_token_ids"])
+    if not ids or not all(type(token_id) is int and 0 <= token_id < 2**32 for token_id in ids):
+        raise ValueError("prompt_token_ids is no list of token ids")
+    fields["prompt_token_ids"] = ids
     fields["stop"] = tuple(fields["stop"])
     return RequestSpec(**fields)
 

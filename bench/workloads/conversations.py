@@ -13,9 +13,18 @@ from typing import Any
 
 from llmbench.bench.workloads.rows import RowError
 
-USER_ROLES = frozenset({"human", "user"})
-ASSISTANT_ROLES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})
-SYSTEM_ROLES = frozenset({"system"})
+# What datasets call the speakers, and what chat templates call them.
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +86,10 @@ def parse_turn(turn: Any, *, role_key: str, text_key: str) -> Message:
     """Return one turn with its role translated; its text must be text."""
     if not isinstance(turn, dict):
         raise RowError("turn is not an object")
-    role = turn.get(role_key)
-    if role in USER_ROLES:
-        role = "user"
-    elif role in ASSISTANT_ROLES:
-        role = "assistant"
-    elif role not in SYSTEM_ROLES:
-        raise RowError(f"role {role!s:.30} is not one of human, gpt, system")
+    name = turn.get(role_key)
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise RowError(f"role {name!s:.30} is not one of human, gpt, system")
     return Message(role, parse_text(turn.get(text_key)))
 
 
