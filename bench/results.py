@@ -12,8 +12,11 @@ into one digest, and another digest is refused with the list of what differs. A 
 runs out of one folder. All of this is checked before any work.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import errno
+import io
 import logging
 import os
 import re
@@ -152,11 +155,15 @@ class ResultsFolder:
         """
         plain: dict[str, Any] = strict_json.strict({"schema_version": SCHEMA_VERSION, **record})
         _check_record(plain, "record to append")
+        line = strict_json.dumps(plain).encode() + b"\n"
+        size = self._file.tell()
         try:
-            self._file.write(strict_json.dumps(plain).encode() + b"\n")
-            self._file.flush()
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as cause:
+            with contextlib.suppress(OSError):  # leave no half line for the next record to join
+                self._file.truncate(size)
             raise _unwritable(self.path / _RECORDS, cause) from cause
         _put(self._records, plain)
         return plain
@@ -196,6 +203,8 @@ def write_json(path: Path, value: Any) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as cause:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise _unwritable(path, cause) from cause
 
 
@@ -345,11 +354,12 @@ def _checked(cell_id: str) -> str:
     return cell_id
 
 
-def _open_at(path: Path, size: int) -> IO[bytes]:
+def _open_at(path: Path, size: int) -> io.FileIO:
     """Open for appending after `size` bytes; what follows them is cut off."""
     try:
-        file = path.open("ab")
+        file = path.open("ab", buffering=0)
         file.truncate(size)
+        file.seek(size)
     except OSError as cause:
         raise _unwritable(path, cause) from cause
     return file
