@@ -6,11 +6,9 @@ which their values are given, rates outermost.
 Imports neither torch nor numpy, so the command line can read defaults from here at no cost.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmbench.bench.errors import BenchConfigError
 from llmbench.bench.slo import Goodput
@@ -98,12 +96,3 @@ class Cell:
         """Short name, such as `rate=4 concurrency=8`."""
         cap = "unlimited" if self.max_concurrency is None else str(self.max_concurrency)
         return f"rate={self.request_rate:g} concurrency={cap}"
-
-    def to_record(self) -> dict[str, Any]:
-        """The cell as JSON; an infinity, which JSON lacks, is the string `inf`."""
-        return {name: json_number(value) for name, value in dataclasses.asdict(self).items()}
-
-
-def json_number(value: Any) -> Any:
-    """Spell infinity as JSON can: `"inf"`."""
-    return "inf" if isinstance(value, float) and math.isinf(value) else value

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from llmbench.bench.client.messages import (
     AbortMessage,
@@ -39,7 +39,7 @@ from llmbench.bench.client.processes import (
 )
 from llmbench.bench.errors import TargetError
 from llmbench.engine.errors import EngineError
-from llmbench.engine.request import Request, RequestOutput, SamplingParams
+from llmbench.engine.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from llmbench.bench.workloads.workload import RequestSpec
@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 IDLE_TIMEOUT_S = 60.0
 """Longest wait, before a cell, for requests that an earlier one gave up."""
 
+WAKE_S = 0.2
+"""How soon a failure of the engine is seen."""
+
 
 class ServedEngine(Protocol):
     """What the process needs of an engine."""
@@ -56,12 +59,17 @@ class ServedEngine(Protocol):
     info: dict[str, Any]
     """Facts for the record: model, sizes, kernels."""
 
-    def make_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> Request:
-        """Build a request, or raise RequestError where it can never run."""
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None while it lives."""
 
-    def submit(self, request: Request, on_output: Callable[[RequestOutput], None]) -> None:
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        on_output: Callable[[RequestOutput], None],
+    ) -> None:
         """Start a request; `on_output` gets every output, on whatever thread."""
 
     def abort(self, request_id: str) -> None:
@@ -71,7 +79,7 @@ class ServedEngine(Protocol):
         """Forget cached prefixes and the records of earlier steps; called when idle."""
 
     def end_cell(self, steps_path: Path) -> None:
-        """Write the records of the steps since `begin_cell`."""
+        """Write the records of the steps since `begin_cell`, if the engine makes steps."""
 
     def shutdown(self) -> None:
         """End its threads."""
@@ -115,10 +123,9 @@ class EngineProcess:
         """Have the step records since `begin_cell` written to a Parquet file."""
         self._command(EndCell(steps_path))
 
-    def raise_if_dead(self) -> None:
-        """Raise the engine's own error, or TargetError, where the process has ended."""
-        # An engine that fails while it serves says why before it ends.
-        if self._control.poll(0) or not self._process.is_alive():
+    def raise_failure(self) -> NoReturn:
+        """Raise why the engine went away: its own error if it told one, else TargetError."""
+        while True:
             self._receive()
 
     def stop(self) -> None:
@@ -164,14 +171,19 @@ def _engine_main(
     except Exception as error:
         control.send(failure(error))
         return
+    # The engine's failure goes to the parent; its thread need not print it as well.
+    threading.excepthook = lambda args: logger.debug("%s failed", args.thread, exc_info=True)
     server = _LoadServer(engine, load_connection)
     server.start()
     control.send(Ready(engine.info))
-    while True:
+    while (failed := engine.failure or server.failure) is None:
+        if not control.poll(WAKE_S):
+            continue
         try:
             command = control.recv()
         except EOFError:
-            break
+            engine.shutdown()
+            return
         try:
             if isinstance(command, BeginCell):
                 server.wait_until_idle(IDLE_TIMEOUT_S)
@@ -181,7 +193,7 @@ def _engine_main(
             control.send(Done())
         except Exception as error:
             control.send(failure(error))
-    engine.shutdown()
+    control.send(failure(failed))
 
 
 class _LoadServer:
@@ -193,10 +205,12 @@ class _LoadServer:
         self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         # Sets change atomically under the interpreter's lock; the reader adds, the engine removes.
         self._unfinished: set[str] = set()
+        self.failure: BaseException | None = None
+        """What ended one of the threads, other than the end of the connection."""
 
     def start(self) -> None:
         for name, run in (("load-reader", self._read), ("load-writer", self._write)):
-            threading.Thread(target=run, name=name, daemon=True).start()
+            threading.Thread(target=self._keep_failure, args=(run,), name=name, daemon=True).start()
 
     def wait_until_idle(self, timeout_s: float) -> None:
         deadline_s = time.perf_counter() + timeout_s
@@ -207,6 +221,12 @@ class _LoadServer:
                     "given up"
                 )
             time.sleep(0.005)
+
+    def _keep_failure(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            self.failure = error
 
     def _read(self) -> None:
         while True:
@@ -225,15 +245,14 @@ class _LoadServer:
         request_id = _request_id(message)
         self._unfinished.add(request_id)
         try:
-            request = self._engine.make_request(
-                request_id, message.spec.prompt_token_ids, sampling_params(message.spec)
+            self._engine.submit(
+                message.spec.prompt_token_ids,
+                sampling_params(message.spec),
+                request_id,
+                functools.partial(self._on_output, message),
             )
-            self._engine.submit(request, functools.partial(self._on_output, message))
-        except Exception as error:
-            if not isinstance(error, EngineError):
-                logger.exception("request %s could not be submitted", request_id)
-            # One request that cannot run must not end the thread that serves all others.
-            self._refuse(message, f"{type(error).__name__}: {error}")
+        except EngineError as error:  # one request that cannot run; the others can
+            self._refuse(message, str(error))
 
     def _refuse(self, message: SubmitMessage, reason: str) -> None:
         num_prompt_tokens = len(message.spec.prompt_token_ids)
@@ -267,7 +286,7 @@ class _LoadServer:
             )
         )
         if output.finish_reason is not None or output.error is not None:
-            self._unfinished.discard(output.request_id)
+            self._unfinished.discard(_request_id(message))
 
     def _write(self) -> None:
         while True:

@@ -114,6 +114,8 @@ def _generator_main(control: Connection, load_connection: Connection) -> None:
                 )
             finally:
                 events.write_parquet(command.events_path)
+        except (EOFError, BrokenPipeError):  # the parent has closed the connection
+            return
         except Exception as error:
             answer = failure(error)
         control.send(answer)
