@@ -1,6 +1,6 @@
 """One load point: warm up, offer the load, and turn what was recorded into a record.
 
-A `Testbed` is the two processes that stand through a whole sweep: the engine, loaded once, and
+A `Rig` is the two processes that stand through a whole sweep: the engine, loaded once, and
 the load generator, joined by a connection of their own. A cell starts from the same state each
 time: a few requests have been served, so that nothing runs for the first time, and the engine has
 forgotten every cached prefix.
@@ -37,7 +37,7 @@ WARMUP_TOKENS = 16
 """
 
 
-class Testbed:
+class Rig:
     """An engine and a load generator, each in its process; a context manager that ends both."""
 
     def __init__(self, make_engine: EngineFactory) -> None:
@@ -45,7 +45,7 @@ class Testbed:
         self.engine = EngineProcess(make_engine, engine_end)
         self.generator = LoadGenerator(generator_end)
 
-    def __enter__(self) -> "Testbed":
+    def __enter__(self) -> "Rig":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +71,7 @@ class CellOutcome:
 
 
 def run_cell(
-    testbed: Testbed,
+    rig: Rig,
     cell: Cell,
     cell_id: str,
     workload: Workload,
@@ -102,14 +102,14 @@ def run_cell(
             if on_progress is not None:
                 on_progress(stage, progress)
 
-        return testbed.generator.run(load, on_progress=report, is_cancelled=is_cancelled)
+        return rig.generator.run(load, on_progress=report, is_cancelled=is_cancelled)
 
     error: Exception | None = None
     try:
         warmups = warmup_requests(workload.requests, cell.num_warmups)
         if warmups:
             record["warmup"] = _warm_up(run, warmups, cell, files.warmup_events)
-        testbed.engine.begin_cell()
+        rig.engine.begin_cell()
         summary = run(
             "load",
             RunLoad(
@@ -123,8 +123,8 @@ def run_cell(
             ),
         )
         if summary.ended == "target_failed":
-            testbed.engine.raise_failure()
-        testbed.engine.end_cell(files.steps)
+            rig.engine.raise_failure()
+        rig.engine.end_cell(files.steps)
         record["status"] = "interrupted" if summary.ended == "cancelled" else "complete"
         record["ended"] = {"how": summary.ended, "reason": summary.reason}
     except Exception as caught:

@@ -20,7 +20,7 @@ from llmbench.bench.config import Cell, ServeBenchConfig
 from llmbench.bench.environment import collect_environment
 from llmbench.bench.plan import Plan, estimate_seconds, prepare
 from llmbench.bench.results import ResultsFolder, build_manifest
-from llmbench.bench.serve import CellFiles, Testbed, deferred_interrupt, run_cell
+from llmbench.bench.serve import CellFiles, Rig, deferred_interrupt, run_cell
 from llmbench.bench.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
@@ -80,13 +80,13 @@ def run_serve_bench(
         logger.info("%d of %d cells are finished", len(done), len(plan.cells))
         if remaining:
             factory = make_engine or BuiltInEngineFactory(config.engine)
-            with Testbed(factory) as testbed:
-                testbed.engine.wait_until_ready(
+            with Rig(factory) as rig:
+                rig.engine.wait_until_ready(
                     lambda text: say(
                         SweepProgress(stage="start", text=text, num_cells=len(plan.cells))
                     )
                 )
-                sweep = _Sweep(config, plan, folder, testbed, say, on_record)
+                sweep = _Sweep(config, plan, folder, rig, say, on_record)
                 for cell in remaining:
                     sweep.run(cell)
         return folder.records
@@ -100,14 +100,14 @@ class _Sweep:
         config: ServeBenchConfig,
         plan: Plan,
         folder: ResultsFolder,
-        testbed: Testbed,
+        rig: Rig,
         say: Callable[[SweepProgress], None],
         on_record: Callable[[Record], None] | None,
     ) -> None:
         self._config = config
         self._plan = plan
         self._folder = folder
-        self._testbed = testbed
+        self._rig = rig
         self._say = say
         self._on_record = on_record
 
@@ -116,7 +116,7 @@ class _Sweep:
         cell_id = self._plan.cell_ids[cell]
         with deferred_interrupt() as interrupted:
             outcome = run_cell(
-                self._testbed,
+                self._rig,
                 cell,
                 cell_id,
                 self._plan.workload,
