@@ -7,7 +7,7 @@ async_engine.py drives it from a thread for streams. Each step leaves a StepReco
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -198,8 +198,8 @@ class EngineCore:
         self.runner.forget(request)
         del self._requests[request.request_id]
 
-    def _check_token_ids(self, what: str, token_ids: Sequence[int] | object) -> None:
+    def _check_token_ids(self, what: str, token_ids: Iterable[int]) -> None:
         size = self.loaded.vocab_size
-        for token_id in token_ids:  # type: ignore[attr-defined]
+        for token_id in token_ids:
             if not 0 <= token_id < size:
                 raise RequestError(f"{what} {token_id} is outside the vocabulary of {size} tokens")

@@ -68,7 +68,9 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden.index_select(0, batch.logits_indices))
             for request, row in zip(samplers, self.sampler(logits, samplers), strict=True):
                 result = results[request.request_id]
-                result.error = row.error
+                if row.error is not None:
+                    result.error = row.error
+                    continue
                 result.token_ids.append(row.token_id)
                 if row.logprobs is not None:
                     result.logprobs.append(row.logprobs)

@@ -44,6 +44,8 @@ class SampledTokens:
     """One for each token, or nothing."""
     prompt_logprobs: list[TokenLogprobs]
     """Of prompt positions computed in the step, in order; empty if not asked for."""
+    error: str | None = None
+    """Why no token could be sampled: ends this request, and no other."""
 
 
 class Scheduler:
@@ -138,14 +140,15 @@ class Scheduler:
                 request.prompt_logprobs += result.prompt_logprobs
             num_computed = request.num_computed_tokens + num_scheduled
             is_caught_up = num_computed == request.num_tokens
-            assert is_caught_up == bool(result.token_ids), (
+            assert is_caught_up == bool(result.token_ids or result.error), (
                 f"{request.request_id}: {num_computed} of {request.num_tokens} tokens computed, "
                 f"{len(result.token_ids)} sampled"
             )
             if is_caught_up:
                 if request.spec_token_ids:
                     # Drafts behind the accepted ones have K/V that the next step overwrites.
-                    num_computed -= len(request.spec_token_ids) + 1 - len(result.token_ids)
+                    num_accepted = max(len(result.token_ids) - 1, 0)
+                    num_computed -= len(request.spec_token_ids) - num_accepted
                     request.spec_token_ids.clear()
                 outputs.append(self._append(request, result))
                 # An end inside the accepted run leaves computed tokens behind it.
@@ -186,7 +189,11 @@ class Scheduler:
 
     def _append(self, request: Request, result: SampledTokens) -> RequestOutput:
         is_first = request.num_output_tokens == 0
-        num_kept = append_until_stop(request, result.token_ids)
+        if result.error is not None:
+            request.finish_reason, request.error = "error", result.error
+            num_kept = 0
+        else:
+            num_kept = append_until_stop(request, result.token_ids)
         new_logprobs = result.logprobs[:num_kept]
         request.logprobs += new_logprobs
         text_delta = ""
@@ -206,6 +213,7 @@ class Scheduler:
             stop_reason=request.stop_reason,
             new_logprobs=new_logprobs,
             prompt_logprobs=request.prompt_logprobs if is_first else [],
+            error=request.error,
         )
 
     def _finish(self, request: Request) -> None:

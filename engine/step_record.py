@@ -7,6 +7,7 @@ waste, cache hits, preemptions and the stalls behind a slow token are all views 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def write_parquet(records: Sequence[StepRecord], path: Path) -> None:
     import pyarrow.parquet as pq
 
     names = [field.name for field in fields(StepRecord)]
-    types = {int: pa.int64(), float: pa.float64(), str: pa.string()}
+    types: dict[Any, pa.DataType] = {int: pa.int64(), float: pa.float64(), str: pa.string()}
     schema = pa.schema([(field.name, types[field.type]) for field in fields(StepRecord)])
     columns = {name: [getattr(record, name) for record in records] for name in names}
     pq.write_table(pa.table(columns, schema=schema), path)
