@@ -6,66 +6,8 @@ that prefills 512 tokens lasts many times longer than one that decodes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class StepRecordLike(Protocol):
-    """The columns of an engine step record that are read here."""
-
-    @property
-    def schedule_s(self) -> float:
-        """Seconds spent on choosing the batch."""
-        ...
-
-    @property
-    def forward_s(self) -> float:
-        """Seconds spent in the model and the sampler."""
-        ...
-
-    @property
-    def update_s(self) -> float:
-        """Seconds spent on taking the tokens in."""
-        ...
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences in the step."""
-        ...
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens computed in the step."""
-        ...
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens of sequences that were past their prompt."""
-        ...
-
-    @property
-    def num_preempted(self) -> int:
-        """Sequences that lost their KV blocks in the step."""
-        ...
-
-    @property
-    def kv_num_blocks(self) -> int:
-        """Blocks of the pool."""
-        ...
-
-    @property
-    def kv_free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
-        ...
-
-    @property
-    def kv_reserved_slots(self) -> int:
-        """Token slots held by sequences."""
-        ...
-
-    @property
-    def kv_used_slots(self) -> int:
-        """Held slots that contain a token."""
-        ...
+from llmbench.engine.step_record import StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +27,11 @@ class StepSummary:
     """Share of the steps' time that the model and sampler took; the rest is bookkeeping."""
 
 
-def step_summary(records: Sequence[StepRecordLike]) -> StepSummary:
+def step_summary(records: Sequence[StepRecord]) -> StepSummary:
     """Summarize the step records of one run."""
-    durations = [record.schedule_s + record.forward_s + record.update_s for record in records]
+    durations = [record.duration_s for record in records]
 
-    def mean(value: Callable[[StepRecordLike], float | None]) -> float | None:
+    def mean(value: Callable[[StepRecord], float | None]) -> float | None:
         pairs = [
             (number, duration)
             for record, duration in zip(records, durations, strict=True)
@@ -112,13 +54,13 @@ def step_summary(records: Sequence[StepRecordLike]) -> StepSummary:
     )
 
 
-def _kv_usage(record: StepRecordLike) -> float | None:
+def _kv_usage(record: StepRecord) -> float | None:
     if record.kv_num_blocks == 0:
         return None
     return 1 - record.kv_free_blocks / record.kv_num_blocks
 
 
-def _kv_waste(record: StepRecordLike) -> float | None:
+def _kv_waste(record: StepRecord) -> float | None:
     if record.kv_reserved_slots == 0:
         return None
-    return 1 - record.kv_used_slots / record.kv_reserved_slots
+    return record.kv_wasted_slots / record.kv_reserved_slots

@@ -1,8 +1,8 @@
 """Metrics against event logs whose values are worked out by hand."""
 
+import dataclasses
 import json
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from llmbench.bench.metrics import cell_metrics, request_timelines
 from llmbench.bench.slo import Goodput
 from llmbench.bench.step_summary import step_summary
 from llmbench.bench.timelines import RequestTimeline
+from llmbench.engine.step_record import StepRecord
 
 
 def request_events(
@@ -385,29 +386,20 @@ def test_any_log_gives_strict_json_and_a_peak_not_below_the_mean(
     assert metrics["num_completed"] + metrics["num_failed"] == metrics["num_requests"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step record with a pool of 10 blocks."""
-
-    schedule_s: float = 0.0
-    forward_s: float = 1.0
-    update_s: float = 0.0
-    num_seqs: int = 1
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 1
-    num_preempted: int = 0
-    kv_num_blocks: int = 10
-    kv_free_blocks: int = 10
-    kv_reserved_slots: int = 0
-    kv_used_slots: int = 0
+def step(**fields: Any) -> StepRecord:
+    """A step of one second, with a pool of 10 free blocks."""
+    values: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepRecord)}
+    values |= {"kv_num_blocks": 10, "kv_free_blocks": 10, "kernel": "test"}
+    values |= {"forward_s": 1.0, "num_seqs": 1, "num_decode_tokens": 1}
+    return StepRecord(**(values | fields))
 
 
 def test_step_means_weigh_each_step_by_its_time() -> None:
-    long = Step(
+    long = step(
         schedule_s=0.5, forward_s=2.0, update_s=0.5, num_seqs=8, num_prefill_tokens=100,
         num_preempted=2, kv_free_blocks=2, kv_reserved_slots=128, kv_used_slots=96,
     )  # fmt: skip
-    short = Step(num_seqs=4, num_decode_tokens=4, num_preempted=1, kv_free_blocks=6)
+    short = step(num_seqs=4, num_decode_tokens=4, num_preempted=1, kv_free_blocks=6)
     summary = step_summary([long, short])
     assert summary.num_steps == 2
     assert summary.num_preemptions == 3
@@ -422,6 +414,6 @@ def test_step_means_weigh_each_step_by_its_time() -> None:
 def test_steps_that_cannot_say_are_null() -> None:
     nothing = step_summary([])
     assert (nothing.num_steps, nothing.kv_usage_peak, nothing.mean_batch_size) == (0, None, None)
-    without_pool = step_summary([replace(Step(), kv_num_blocks=0)])
+    without_pool = step_summary([step(kv_num_blocks=0)])
     assert without_pool.kv_usage_mean is None
     assert metrics_of(TWO[0], steps=without_pool)["num_steps"] == 1
