@@ -7,6 +7,7 @@ import typer
 
 from llmbench.cli.options import defaults_of, option
 from llmbench.engine.config import (
+    Device,
     DType,
     EngineConfig,
     KVManagerName,
@@ -59,6 +60,7 @@ Tokenizer = Annotated[
     str | None, option(MODEL, "--tokenizer", help="Tokenizer of another checkpoint.")
 ]
 DTypeOption = Annotated[DType, option(MODEL, "--dtype", help="Type of weights and KV cache.")]
+DeviceOption = Annotated[Device, option(MODEL, "--device", help="Where the model runs.")]
 LoadFormatOption = Annotated[
     LoadFormat,
     option(MODEL, "--load-format", help="`dummy` draws random weights from the config alone."),

@@ -10,6 +10,7 @@ from llmbench.cli.engine_options import (
     ENGINE,
     BlockSize,
     Compile,
+    DeviceOption,
     DTypeOption,
     KVCacheMemory,
     KVManagerOption,
@@ -62,8 +63,8 @@ def register(app: typer.Typer) -> None:
         cls=SectionedCommand,
         epilog=examples(
             'llmbench generate smollm2-135m --prompt "Why is the sky blue?"',
-            'llmbench generate ./my-model --prompt "Once upon" --skip-chat-template '
-            "--temperature 0.8",
+            'llmbench generate ./my-model --prompt "Once upon" --skip-chat-template \\\n'
+            "    --temperature 0.8",
             "llmbench generate smollm2-135m --prompt - --max-tokens 32 --json < question.txt",
         ),
     )(generate_command)
@@ -91,6 +92,7 @@ def generate_command(
     seed: Seed = ENGINE.seed,
     tokenizer: Tokenizer = ENGINE.tokenizer,
     dtype: DTypeOption = ENGINE.dtype,
+    device: DeviceOption = ENGINE.device,
     load_format: LoadFormatOption = ENGINE.load_format,
     model_backend: ModelBackendOption = ENGINE.model_backend,
     trust_remote_code: TrustRemoteCode = ENGINE.trust_remote_code,

@@ -18,9 +18,10 @@ from typing import Annotated
 import typer
 
 from llmbench.bench.errors import BenchConfigError, BenchError
-from llmbench.cli import models
+from llmbench.cli import generate, models, serve_bench
 from llmbench.cli.options import SettingsError
 from llmbench.cli.output import print_error
+from llmbench.cli.workload_options import join_goodput
 from llmbench.engine.errors import ConfigError, EngineError
 from llmbench.quant.errors import QuantError
 
@@ -36,6 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 models.register(app)
+generate.register(app)
+serve_bench.register(app)
 
 
 @app.callback(invoke_without_command=True)
@@ -54,7 +57,7 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit code; `arguments` are the process's own if None."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = join_goodput(sys.argv[1:] if arguments is None else arguments)
     try:
         code = typer.main.get_command(app).main(
             arguments, prog_name="llmbench", standalone_mode=False
@@ -79,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _usage_error(error: Exception) -> int:
     message: str = error.format_message()  # type: ignore[attr-defined]
+    message = message.replace("Value error, ", "")  # what pydantic puts before a parser's words
     if message.startswith("Usage:"):  # A group without a command.
         print(message, file=sys.stderr)
         return USAGE

@@ -11,6 +11,7 @@ from llmbench.cli.options import (
     Json,
     Quiet,
     SectionedCommand,
+    as_settings_error,
     examples,
     unknown_name,
 )
@@ -25,6 +26,7 @@ from llmbench.engine.models.catalog import (
     is_pulled,
     local_path,
 )
+from llmbench.engine.models.source import HUB_ID, resolve_folder
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 STAGES = {"download": "downloading", "convert": "converting to bfloat16"}
@@ -121,15 +123,15 @@ def require_catalogued(name: str) -> None:
 
 
 def require_model(model: str) -> None:
-    """Refuse a MODEL that can be nothing: no folder, no known name, no `owner/name` of the hub."""
-    if Path(model).exists():
+    """Refuse a MODEL that is nothing, or is not here yet, before anything slow happens.
+
+    What looks like an id of the hub is left to the loader, since only the hub can tell.
+    """
+    if HUB_ID.fullmatch(model) and not Path(model).exists():
         return
-    if model in CATALOG:
-        if not is_pulled(model):
-            error = CheckpointError(f"`{model}` has not been fetched yet")
-            error.add_note(f"llmbench models pull {model}")
-            raise error
-        return
-    looks_like_hub_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
-    if not looks_like_hub_id:
-        raise unknown_name(f"no folder and no known model `{model}`", "MODEL", close_names(model))
+    try:
+        resolve_folder(model)
+    except CheckpointError as error:
+        if model in CATALOG:
+            raise
+        raise as_settings_error(error) from error

@@ -42,7 +42,8 @@ class SectionedCommand(TyperCommand):
 
 def examples(*commands: str) -> str:
     """Epilog of a help text: real commands, one a line."""
-    return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
+    lines = "\n".join(commands).splitlines()
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def unknown_name(message: str, parameter: str, close: Sequence[str]) -> typer.BadParameter:
@@ -54,7 +55,7 @@ def unknown_name(message: str, parameter: str, close: Sequence[str]) -> typer.Ba
 
 
 class SettingsError(Exception):
-    """Flags that cannot hold together; the message is the config's own, in the words of flags."""
+    """A name that does not exist or flags that cannot hold together; exit code 2."""
 
 
 def config_from(kind: type[ConfigT], ctx: typer.Context, **more: Any) -> ConfigT:
@@ -74,10 +75,16 @@ def config_from(kind: type[ConfigT], ctx: typer.Context, **more: Any) -> ConfigT
             is_name = "_" in word[0] or word.start() == 0
             return flags.get(word[0], word[0]) if is_name else word[0]
 
-        error = SettingsError(re.sub(r"\w+", as_flag, str(refusal)))
-        for note in getattr(refusal, "__notes__", ()):
-            error.add_note(note)
-        raise error from refusal
+        message = re.sub(r"\w+", as_flag, str(refusal))
+        raise as_settings_error(refusal, message) from refusal
+
+
+def as_settings_error(refusal: Exception, message: str | None = None) -> SettingsError:
+    """The same refusal, as one that the user's flags are to blame for."""
+    error = SettingsError(message or str(refusal))
+    for note in getattr(refusal, "__notes__", ()):
+        error.add_note(note)
+    return error
 
 
 def defaults_of(kind: type) -> SimpleNamespace:
