@@ -14,6 +14,7 @@ kills the process in place of raising an error.
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -87,6 +88,10 @@ class Checkpoint:
     def dtype(self, name: str) -> str:
         """Type of a tensor by torch's name of it, such as `bfloat16`."""
         return self._entry(name).dtype
+
+    def numel(self, name: str) -> int:
+        """Elements of a tensor."""
+        return math.prod(self._entry(name).shape)
 
     @property
     def num_bytes(self) -> int:

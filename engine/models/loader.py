@@ -1,0 +1,246 @@
+"""From an EngineConfig to a model in memory.
+
+Everything that can be wrong is found out first, from headers and configs alone: the files against
+one another (quant/checkpoint.py), the config against what the decoder can run, every tensor's
+name and shape, the model length, and whether the weights fit. Then the tensors are read one
+after another, each cast as it comes, so that the model is never in memory twice.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmbench.engine.config import EngineConfig
+from llmbench.engine.device import check_fits, free_memory_bytes, resolve_device
+from llmbench.engine.errors import CheckpointError, ConfigError
+from llmbench.engine.models.architecture import DecoderArchitecture
+from llmbench.engine.models.decoder import Decoder
+from llmbench.engine.models.dummy_weights import draw_weights
+from llmbench.engine.models.families import FAMILIES, text_config
+from llmbench.engine.models.hf_config import load_hf_config, model_length_limits
+from llmbench.engine.models.registry import Model, choose_architecture
+from llmbench.engine.models.rope_tables import inverse_frequencies
+from llmbench.engine.models.source import resolve_folder
+from llmbench.engine.models.tokenizer import end_of_text_ids, has_tokenizer, load_tokenizer
+from llmbench.engine.models.weight_names import check_weights, has_own_head, read_weights
+from llmbench.quant.checkpoint import Checkpoint
+from llmbench.quant.errors import QuantError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmbench.engine.kernels.reference import TorchOps
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run, with what the engine must know about it.
+
+    Attributes:
+        architecture: None where transformers' own code runs the model.
+        checkpoint: None with `dummy` weights.
+        free_bytes: Free memory of the device before the weights were loaded.
+    """
+
+    model: Model
+    folder: Path
+    hf_config: Any
+    architecture: DecoderArchitecture | None
+    checkpoint: Checkpoint | None
+    tokenizer: "PreTrainedTokenizerBase | None"
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+    free_bytes: int
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load the model, and its tokenizer where it has one.
+
+    Raises:
+        CheckpointError: the files are missing, broken or contradict one another.
+        UnsupportedModelError: a sound checkpoint that the asked-for back end cannot run.
+        ConfigError: the settings do not fit the model or the machine.
+        OutOfMemoryError: the weights do not fit; the note shows the sum.
+    """
+    with _engine_errors():
+        device = resolve_device(config.device)
+        is_dummy = config.load_format == "dummy"
+        folder = resolve_folder(config.model, with_weights=not is_dummy)
+        checkpoint = None if is_dummy else Checkpoint.open(folder)
+        hf_config = load_hf_config(folder, trust_remote_code=config.trust_remote_code)
+        max_model_len = _model_length(config, hf_config)
+        dtype = _dtype(config, hf_config, checkpoint, device)
+        architecture = choose_architecture(hf_config, config.model_backend)
+        free_bytes = free_memory_bytes(device)
+        model: Model
+        if architecture is not None:
+            model = _load_decoder(
+                config, architecture, hf_config, checkpoint, dtype, device, max_model_len
+            )
+            kv_bytes_per_token = architecture.kv_bytes_per_token(dtype.itemsize)
+        else:
+            from llmbench.engine.models.transformers_backend import load_transformers_model
+
+            model = load_transformers_model(
+                folder,
+                hf_config,
+                checkpoint,
+                dtype=dtype,
+                device=device,
+                max_model_len=max_model_len,
+                seed=config.seed,
+                trust_remote_code=config.trust_remote_code,
+            )
+            kv_bytes_per_token = model.kv_bytes_per_token
+        tokenizer = _load_tokenizer(config, folder, hf_config)
+        text = text_config(hf_config)
+        return LoadedModel(
+            model=model,
+            folder=folder,
+            hf_config=hf_config,
+            architecture=architecture,
+            checkpoint=checkpoint,
+            tokenizer=tokenizer,
+            eos_token_ids=end_of_text_ids(folder, hf_config, tokenizer),
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=device,
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            kv_bytes_per_token=kv_bytes_per_token,
+            weight_bytes=model.weight_bytes,
+            free_bytes=free_bytes,
+        )
+
+
+def _load_decoder(
+    config: EngineConfig,
+    arch: DecoderArchitecture,
+    hf_config: Any,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> Decoder:
+    names = FAMILIES[hf_config.model_type].weight_names
+    if checkpoint is not None and arch.tie_embeddings and has_own_head(names, checkpoint):
+        logger.warning(
+            "%s ties embeddings in its config but stores a head of its own, which is used",
+            checkpoint.folder,
+        )
+        arch = replace(arch, tie_embeddings=False)
+    if checkpoint is not None:
+        check_weights(arch, names, checkpoint)
+    num_parameters = arch.num_parameters
+    if arch.tie_embeddings and device.type == "cpu" and dtype is torch.bfloat16:
+        # oneDNN reorders the head's matrix; the embeddings need the plain one beside it.
+        num_parameters += arch.vocab_size * arch.hidden_size
+    check_fits(num_parameters, dtype, device)
+    ropes = inverse_frequencies(text_config(hf_config), arch, max_model_len)
+    decoder = Decoder(
+        arch, ropes, dtype=dtype, device=device, ops=_compiled_ops(config, dtype, device)
+    )
+    if checkpoint is None:
+        weights = draw_weights(arch, seed=config.seed, dtype=dtype, device=device)
+    else:
+        weights = read_weights(arch, names, checkpoint)
+    decoder.load_weights(weights)
+    return decoder
+
+
+def _compiled_ops(
+    config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> "TorchOps | None":
+    """The C++ kernels where `compile` asks for them; None takes the decoder's default."""
+    if not config.compile:
+        return None
+    if device.type != "cpu":
+        raise ConfigError(f"compile builds kernels for the CPU, the device is {device.type}")
+    from llmbench.engine.kernels.cpu_ops import CpuOps
+
+    return CpuOps(dtype)
+
+
+def _model_length(config: EngineConfig, hf_config: Any) -> int:
+    limits = model_length_limits(text_config(hf_config))
+    if limits is None:
+        if config.max_model_len is None:
+            error = ConfigError(f"the config of {config.model} states no longest sequence")
+            error.add_note("give --max-model-len")
+            raise error
+        return config.max_model_len
+    stated, longest = limits
+    if config.max_model_len is None:
+        return stated
+    if config.max_model_len > longest:
+        error = ConfigError(
+            f"max_model_len is {config.max_model_len}, the model's own longest is {longest} tokens"
+        )
+        error.add_note(f"give --max-model-len {longest} or less")
+        raise error
+    return config.max_model_len
+
+
+def _dtype(
+    config: EngineConfig, hf_config: Any, checkpoint: Checkpoint | None, device: torch.device
+) -> torch.dtype:
+    """The type to compute in: the asked-for one, else the checkpoint's."""
+    on_cpu = device.type == "cpu"
+    if config.dtype != "auto":
+        if config.dtype == "float16" and on_cpu:
+            error = ConfigError("dtype float16 is not for CPUs, whose float16 is 20 times slower")
+            error.add_note("use --dtype bfloat16, or float32 for exactness")
+            raise error
+        asked: torch.dtype = getattr(torch, config.dtype)
+        return asked
+    dtype = getattr(hf_config, "dtype", None) or getattr(text_config(hf_config), "dtype", None)
+    if dtype is None and checkpoint is not None:
+        dtype = getattr(torch, checkpoint.dtype(max(checkpoint, key=lambda n: checkpoint.numel(n))))
+    if dtype is torch.float16 and on_cpu:
+        logger.info("the checkpoint is float16: running in bfloat16, which CPUs compute faster")
+        return torch.bfloat16
+    return dtype if dtype in COMPUTE_DTYPES else torch.float32
+
+
+def _load_tokenizer(
+    config: EngineConfig, folder: Path, hf_config: Any
+) -> "PreTrainedTokenizerBase | None":
+    """The asked-for tokenizer, else the model's own; None where the model has none."""
+    trust = config.trust_remote_code
+    if config.tokenizer is not None:
+        other = resolve_folder(config.tokenizer, with_weights=False)
+        # The other folder's config decides about its tokenizer's class.
+        return load_tokenizer(other, None, trust_remote_code=trust)
+    if not has_tokenizer(folder):
+        logger.warning("%s has no tokenizer: prompts must be token ids", folder)
+        return None
+    return load_tokenizer(folder, hf_config, trust_remote_code=trust)
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    """Errors about files become the engine's, so that a caller knows one tree."""
+    try:
+        yield
+    except QuantError as error:
+        raised = CheckpointError(str(error))
+        for note in getattr(error, "__notes__", ()):
+            raised.add_note(note)
+        raise raised from error
