@@ -44,6 +44,11 @@ class Rig:
         engine_end, generator_end = connected_pair()
         self.engine = EngineProcess(make_engine, engine_end)
         self.generator = LoadGenerator(generator_end)
+        self.engine_facts: dict[str, Any] = {}
+
+    def wait_until_ready(self, on_progress: Callable[[str], None] | None = None) -> None:
+        """Return once the engine serves, or raise the error that its loading raised."""
+        self.engine_facts = self.engine.wait_until_ready(on_progress)
 
     def __enter__(self) -> "Rig":
         return self
@@ -92,6 +97,7 @@ def run_cell(
         "started_at": utc_now(),
         "cell": strict(cell),
         "workload_digest": workload.digest,
+        "engine": rig.engine_facts,
     }
     # What an earlier, interrupted run of the cell left behind is not this run's.
     for path in (files.events, files.warmup_events, files.steps):
@@ -124,7 +130,7 @@ def run_cell(
         )
         if summary.ended == "target_failed":
             rig.engine.raise_failure()
-        rig.engine.end_cell(files.steps)
+        record["engine"] = rig.engine_facts | rig.engine.end_cell(files.steps)
         record["status"] = "interrupted" if summary.ended == "cancelled" else "complete"
         record["ended"] = {"how": summary.ended, "reason": summary.reason}
     except Exception as caught:

@@ -81,7 +81,7 @@ def run_serve_bench(
         if remaining:
             factory = make_engine or BuiltInEngineFactory(config.engine)
             with Rig(factory) as rig:
-                rig.engine.wait_until_ready(
+                rig.wait_until_ready(
                     lambda text: say(
                         SweepProgress(stage="start", text=text, num_cells=len(plan.cells))
                     )

@@ -121,9 +121,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 @pytest.fixture(scope="module")
 def rig(engines: ModuleType) -> Iterator[Rig]:
     """One engine and one generator for all tests that leave them whole."""
-    with Rig(engines.make_scripted) as bed:
-        assert bed.engine.wait_until_ready() == {"model": "scripted"}
-        yield bed
+    with Rig(engines.make_scripted) as rig:
+        rig.wait_until_ready()
+        yield rig
 
 
 def workload_of(*first_tokens: int, max_tokens: int = 3) -> Workload:
@@ -182,6 +182,8 @@ def test_record_counts_what_the_engine_gave(rig: Rig, tmp_path: Path) -> None:
     outcome = run(rig, workload_of(*[ANSWER] * 6), tmp_path, rate=100.0, cap=4)
     assert outcome.error is None
     assert outcome.record["status"] == "complete"
+    assert outcome.record["engine"]["model"] == "scripted"
+    assert outcome.record["engine"]["peak_resident_bytes"] > 0
     metrics = metrics_of(outcome)
     assert metrics["num_completed"] == 6
     assert metrics["total_input_tokens"] == metrics["total_output_tokens"] == 18
@@ -233,9 +235,9 @@ def test_cancelled_cell_keeps_its_events_and_the_engine_serves_on(rig: Rig, tmp_
 
 
 def test_failure_of_the_engine_is_raised_as_it_was(engines: ModuleType, tmp_path: Path) -> None:
-    with Rig(engines.make_scripted) as bed:
-        bed.engine.wait_until_ready()
-        outcome = run(bed, workload_of(ANSWER, CRASH), tmp_path)
+    with Rig(engines.make_scripted) as rig:
+        rig.wait_until_ready()
+        outcome = run(rig, workload_of(ANSWER, CRASH), tmp_path)
     assert outcome.record["status"] == "failed"
     assert isinstance(outcome.error, OutOfMemoryError)
     assert outcome.record["error"] == {
@@ -247,9 +249,9 @@ def test_failure_of_the_engine_is_raised_as_it_was(engines: ModuleType, tmp_path
 
 
 def test_killed_engine_ends_the_cell_and_says_so(engines: ModuleType, tmp_path: Path) -> None:
-    with Rig(engines.make_scripted) as bed:
-        bed.engine.wait_until_ready()
-        outcome = run(bed, workload_of(KILL, HANG), tmp_path)
+    with Rig(engines.make_scripted) as rig:
+        rig.wait_until_ready()
+        outcome = run(rig, workload_of(KILL, HANG), tmp_path)
     assert isinstance(outcome.error, TargetError)
     assert "killed by SIGKILL" in str(outcome.error)
     assert "memory" in outcome.error.__notes__[0]
@@ -257,10 +259,10 @@ def test_killed_engine_ends_the_cell_and_says_so(engines: ModuleType, tmp_path: 
 
 def test_error_of_loading_keeps_type_message_and_notes(engines: ModuleType) -> None:
     with (
-        Rig(engines.refuse_to_load) as bed,
+        Rig(engines.refuse_to_load) as rig,
         pytest.raises(CheckpointError, match="ends after 12 bytes") as caught,
     ):
-        bed.engine.wait_until_ready()
+        rig.wait_until_ready()
     assert isinstance(caught.value, EngineError)
     assert caught.value.__notes__ == ["fetch it again"]
 
@@ -304,8 +306,8 @@ from llmbench.bench.client.null_engine import make_null_engine
 from llmbench.bench.serve import Rig
 
 if __name__ == "__main__":
-    with Rig(make_null_engine) as bed:
-        bed.engine.wait_until_ready()
+    with Rig(make_null_engine) as rig:
+        rig.wait_until_ready()
         print("ready", flush=True)
         time.sleep(600)
 """

@@ -10,6 +10,8 @@ which makes about one message a step.
 import functools
 import logging
 import queue
+import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -119,9 +121,10 @@ class EngineProcess:
         """Let the engine come to rest and forget its cached prefixes and step records."""
         self._command(BeginCell())
 
-    def end_cell(self, steps_path: Path) -> None:
-        """Have the step records since `begin_cell` written to a Parquet file."""
-        self._command(EndCell(steps_path))
+    def end_cell(self, steps_path: Path) -> dict[str, Any]:
+        """Have the step records since `begin_cell` written; return facts of the process."""
+        done = self._command(EndCell(steps_path))
+        return {"peak_resident_bytes": done.peak_resident_bytes}
 
     def raise_failure(self) -> NoReturn:
         """Raise why the engine went away: its own error if it told one, else TargetError."""
@@ -134,7 +137,7 @@ class EngineProcess:
         # One that is still loading does not read its connection.
         stop_process(self._process, STOP_TIMEOUT_S if self._is_ready else 0.0)
 
-    def _command(self, command: BeginCell | EndCell) -> None:
+    def _command(self, command: BeginCell | EndCell) -> Done:
         try:
             self._control.send(command)
         except OSError as error:
@@ -142,6 +145,7 @@ class EngineProcess:
         message = self._receive()
         if not isinstance(message, Done):
             raise TargetError(f"the engine process answered {command} with {message}")
+        return message
 
     def _receive(self) -> object:
         try:
@@ -190,10 +194,15 @@ def _engine_main(
                 engine.begin_cell()
             elif isinstance(command, EndCell):
                 engine.end_cell(command.steps_path)
-            control.send(Done())
+            control.send(Done(_peak_resident_bytes()))
         except Exception as error:
             control.send(failure(error))
     control.send(failure(failed))
+
+
+def _peak_resident_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class _LoadServer:

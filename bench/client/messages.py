@@ -100,6 +100,9 @@ class EndCell:
 class Done:
     """Engine to main: the last command is carried out."""
 
+    peak_resident_bytes: int
+    """Most memory that the engine's process has held since it began."""
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
