@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from llmbench.bench.errors import BenchConfigError, BenchError
-from llmbench.cli import generate, models, serve_bench
+from llmbench.cli import doctor, generate, models, serve_bench
 from llmbench.cli.options import SettingsError
 from llmbench.cli.output import print_error
 from llmbench.cli.workload_options import join_goodput
@@ -36,9 +36,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-models.register(app)
 generate.register(app)
 serve_bench.register(app)
+models.register(app)
+doctor.register(app)
 
 
 @app.callback(invoke_without_command=True)
