@@ -12,6 +12,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_DATA = Path(os.environ.get("LLMBENCH_DATA", REPOSITORY.parent / "shared" / "data"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--regenerate-golden",
+        action="store_true",
+        help="write what the tests see to tests/golden; review the difference",
+    )
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Real evaluation data, prompts and traces; they are not part of the repository."""
