@@ -8,8 +8,8 @@ catch up; the `admit` verbs let waiting ones in, oldest first. Whatever the poli
   since no request may outgrow the pool, everything ends.
 - Blocks for all tokens that a sequence has are taken when it is admitted, also if its prompt is
   computed in chunks: prompts cut in chunks cannot run out of blocks half-way against each other.
-- In a step that preempts, nothing is admitted; a preempted sequence comes back once each running
-  one could grow by a block beside it. Otherwise the two take blocks from each other in turns.
+- A preempted sequence comes back once each running one could grow by a block beside it, so never
+  in the step that preempted it. Otherwise the two would take blocks from each other in turns.
 """
 
 from collections import deque
@@ -182,7 +182,6 @@ class Step:
             bool(self.waiting)
             and len(self.running) < self._max_num_seqs
             and self.num_tokens_left > 0
-            and not self.preempted
         )
 
     def _match(self, request: Request) -> int | None:

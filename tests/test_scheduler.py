@@ -377,6 +377,24 @@ def test_youngest_is_preempted_and_comes_back_first() -> None:
     assert young.num_preemptions == 1
 
 
+@pytest.mark.parametrize(("num_blocks", "next_step"), [(5, ["old"]), (6, ["old", "young"])])
+def test_preempted_request_comes_back_when_the_running_one_can_still_grow(
+    num_blocks: int, next_step: list[str]
+) -> None:
+    model = make_engine(num_blocks, 64, block_size=2, prefix_cache="none")
+    for name, num_prompt, max_tokens in (("old", 2, 6), ("short", 4, 2), ("young", 4, 3)):
+        model.scheduler.add(
+            make_request(name, [1] * num_prompt, max_tokens=max_tokens, ignore_eos=True)
+        )
+    step(model)
+    young = step(model).preempted[0]
+    # `old` holds 2 blocks, `young` needs 3: 3 or 4 are free now that `short` has ended.
+    assert [r.request_id for r, _ in step(model).scheduled] == next_step
+    while model.scheduler.has_unfinished:
+        step(model)
+    assert (young.request_id, young.num_preemptions) == ("young", 1)
+
+
 def test_preemption_clears_drafts() -> None:
     model = make_engine(4, 64, block_size=2, prefix_cache="none")
     requests = [make_request(n, [1] * 4, max_tokens=4, ignore_eos=True) for n in ("old", "young")]

@@ -87,6 +87,7 @@ def test_accepted_run_ends_alike_in_the_scheduler(
     assert [p.token_id for p in request.logprobs] == kept
     assert [p.token_id for output in outputs for p in output.new_logprobs] == kept
     assert (outputs[-1].finish_reason, outputs[-1].num_output_tokens) == (reason, len(kept))
+    assert request.num_computed_tokens <= len(request.token_ids)
     assert not scheduler.has_unfinished
     scheduler.check_integrity()
 

@@ -178,6 +178,7 @@ class PagedKVManager:
         assert self._cache is not None
         assert sequence.last_cached is not None
         end = sequence.next_full
+        assert end <= len(token_ids), "a full block of unknown tokens"
         start = end - self.block_size
         block_id = sequence.block_ids[start // self.block_size]
         sequence.last_cached = self._cache.register(
