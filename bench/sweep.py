@@ -145,16 +145,17 @@ class _Sweep:
                 num_cells=len(self._plan.cells),
                 cell=cell,
                 load=load,
-                remaining_s=self._remaining_s(cell, load),
+                remaining_s=self._remaining_s(cell, load if stage == "load" else None),
             )
         )
 
-    def _remaining_s(self, cell: Cell, load: LoadProgress) -> float | None:
+    def _remaining_s(self, cell: Cell, load: LoadProgress | None) -> float | None:
         """Estimate from the fastest throughput seen so far, which is the nearest to capacity."""
         finished = [record for record in self._folder.records if record["status"] == "complete"]
         throughputs = [record["metrics"]["request_throughput_req_s"] for record in finished]
-        if math.isinf(cell.request_rate) and load.elapsed_s > 0:
-            throughputs.append(load.num_completed / load.elapsed_s)
+        elapsed_s = load.elapsed_s if load is not None else 0.0
+        if load is not None and math.isinf(cell.request_rate) and elapsed_s > 0:
+            throughputs.append(load.num_completed / elapsed_s)
         capacity_req_s = max((rate for rate in throughputs if rate), default=None)
         done = self._folder.finished_cell_ids
         times_s = [
@@ -163,7 +164,7 @@ class _Sweep:
             if self._plan.cell_ids[other] not in done
         ]
         known = [time_s for time_s in times_s if time_s is not None]
-        return max(sum(known) - load.elapsed_s, 0.0) if len(known) == len(times_s) else None
+        return max(sum(known) - elapsed_s, 0.0) if len(known) == len(times_s) else None
 
 
 def manifest_of(config: ServeBenchConfig, plan: Plan) -> dict[str, Any]:

@@ -7,10 +7,12 @@ parent die without one, they end themselves.
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,7 +30,8 @@ STOP_TIMEOUT_S = 5.0
 
 def spawn(target: Callable[..., None], *args: object, name: str) -> BaseProcess:
     """Start `target(*args)` in a new interpreter; connections among the arguments go with it."""
-    process = _SPAWN.Process(target=_child, args=(target, args), name=name, daemon=True)
+    log_level = logging.getLogger("llmbench").getEffectiveLevel()
+    process = _SPAWN.Process(target=_child, args=(target, args, log_level), name=name, daemon=True)
     with _interrupts_held_back():
         process.start()
     return process
@@ -119,10 +122,20 @@ def _answer(connection: Connection, function: Callable[..., Any], args: tuple[ob
     connection.close()
 
 
-def _child(target: Callable[..., None], args: tuple[object, ...]) -> None:
+def _child(target: Callable[..., None], args: tuple[object, ...], log_level: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A process has no command line of its own: it says on stderr what its parent would.
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    for level in (logging.WARNING, logging.ERROR):
+        logging.addLevelName(level, logging.getLevelName(level).lower())
+    logging.getLogger("llmbench").setLevel(log_level)
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     target(*args)
+    # The work is done: leave without tearing torch down, which takes seconds.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _die_with_parent() -> None:
