@@ -2,7 +2,8 @@
 
 A bar names the stage, how far it is, the time left and the current estimate of the result ("TTFT
 p50 41 ms so far"), and is cleared at the end. Without a terminal nothing moves: a line is printed
-when ten seconds or ten percent have passed, so that a log shows life and stays short.
+when ten seconds or ten percent have passed, and none within two seconds of the last, so that a log
+shows life and stays short.
 """
 
 import sys
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 LINE_INTERVAL_S = 10.0
 LINE_SHARE = 0.1
+LEAST_INTERVAL_S = 2.0
 
 
 class Progress:
@@ -90,10 +92,9 @@ class Progress:
         share = done / total if total > 0 else 0.0
         if stage != self._stage:
             self._stage, self._line_at, self._line_share = stage, now, 0.0
-        is_due = (
-            now - self._line_at >= LINE_INTERVAL_S
-            or share - self._line_share >= LINE_SHARE
-            or (share >= 1.0 and self._line_share < 1.0)
+        waited_s, gained = now - self._line_at, share - self._line_share
+        is_due = waited_s >= LINE_INTERVAL_S or (
+            waited_s >= LEAST_INTERVAL_S and (gained >= LINE_SHARE or share >= 1.0)
         )
         if is_due and self._line_share < 1.0:
             self._line_at, self._line_share = now, share

@@ -271,17 +271,19 @@ def test_progress_off_a_terminal_is_a_line_every_ten_percent_or_ten_seconds(
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     clock = Clock()
     with Progress(Output(), clock=clock) as progress:
-        for done in range(101):
-            progress.update("cell 1/2", done, 100, "TTFT p50 41 ms")
-        for tenth_of_second in range(301):
-            clock.now = tenth_of_second / 10
-            progress.update("cell 2/2", tenth_of_second / 100, 100)
-        progress.update("cell 2/2", 100, 100)
+        for percent in range(101):  # 0.5 s a percent
+            clock.now = percent / 2
+            progress.update("quick", percent, 100, "TTFT p50 41 ms")
+        for percent in range(11):  # 4 s a percent
+            clock.now = 100 + 4 * percent
+            progress.update("slow", percent, 100)
+        for percent in range(101):  # 0.01 s a percent
+            clock.now = 200 + percent / 100
+            progress.update("instant", percent, 100)
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "cell 1/2: 10%, TTFT p50 41 ms"
-    assert [line for line in lines if line.startswith("cell 1/2: 100%")]
-    assert sum(line.startswith("cell 1/2") for line in lines) == 10
-    assert sum(line.startswith("cell 2/2") for line in lines) == 4
+    assert lines[0] == "quick: 10%, TTFT p50 41 ms"
+    assert lines[9] == "quick: 100%, TTFT p50 41 ms"
+    assert lines[10:] == ["slow: 3%", "slow: 6%", "slow: 9%"]
 
 
 def test_progress_under_quiet_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
