@@ -156,10 +156,12 @@ class EngineCore:
         for request in scheduled.preempted:
             self.runner.forget(request)
         after_schedule = time.perf_counter()
-        prefill = sum(n for _, n in scheduled.scheduled if n > 1)
+        prefill = sum(n for request, n in scheduled.scheduled if _is_prefill(request))
         total = sum(n for _, n in scheduled.scheduled)
         sampled = self.runner.execute(scheduled) if scheduled.scheduled else {}
         after_forward = time.perf_counter()
+        # Before `update`: what ends in this step still holds its blocks. The step's own tokens are
+        # written by now, and counted as computed only in `update`.
         usage = self.kv.usage()
         outputs = self.scheduler.update(scheduled, sampled)
         for output in outputs:
@@ -167,7 +169,6 @@ class EngineCore:
                 self._forget(self._requests[output.request_id])
         if self.config.check_integrity:
             self.scheduler.check_integrity()
-            self.kv.check_integrity()
         self.step_records.append(
             StepRecord(
                 step=self._num_steps,
@@ -187,7 +188,7 @@ class EngineCore:
                 kv_free_blocks=usage.num_free_blocks,
                 kv_cached_blocks=usage.num_cached_blocks,
                 kv_reserved_slots=usage.num_reserved_slots,
-                kv_used_slots=usage.num_used_slots,
+                kv_used_slots=usage.num_used_slots + total,
                 kernel=self.loaded.model.kernel,
             )
         )
@@ -203,3 +204,10 @@ class EngineCore:
         for token_id in token_ids:
             if not 0 <= token_id < size:
                 raise RequestError(f"{what} {token_id} is outside the vocabulary of {size} tokens")
+
+
+def _is_prefill(request: Request) -> bool:
+    """Whether a scheduled request works on its prompt, or recomputes after a preemption."""
+    return (
+        request.num_computed_tokens + 1 < len(request.token_ids) or request.num_output_tokens == 0
+    )

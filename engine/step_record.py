@@ -14,7 +14,7 @@ from typing import Any
 class StepRecord:
     """One step of the engine; seconds on time.perf_counter's clock, counts in tokens or blocks.
 
-    A prefill token belongs to a sequence that had two or more tokens to catch up with.
+    A prefill token belongs to a prompt, or to what is computed again after a preemption.
     """
 
     step: int

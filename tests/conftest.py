@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+# Tiny models lose more to threads than they gain, and tests may run beside other work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_DATA = Path(os.environ.get("LLMBENCH_DATA", REPOSITORY.parent / "shared" / "data"))
 
