@@ -31,6 +31,7 @@ from llmbench.bench.serve import (
     run_cell,
     warmup_requests,
 )
+from llmbench.bench.studies.load_generator import measure_load_generator
 from llmbench.bench.workloads.workload import RequestSpec, Workload
 from llmbench.engine.errors import CheckpointError, EngineError, OutOfMemoryError
 
@@ -324,3 +325,10 @@ def test_processes_die_with_their_parent(tmp_path: Path) -> None:
         parent.kill()
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
+
+
+def test_nothing_is_lost_at_a_high_rate() -> None:
+    facts = measure_load_generator(rate=2000.0, duration_s=0.5)
+    assert facts["num_sent"] == facts["num_requests"] == 1000
+    assert facts["num_lost"] == 0
+    assert 0 <= facts["send_error_p50_s"] <= facts["send_error_p99_s"] <= facts["send_error_max_s"]
