@@ -74,8 +74,11 @@ class TorchAttention:
         metadata = batch.derived.get("torch_attention")
         if metadata is None:
             metadata = batch.derived["torch_attention"] = _build(batch)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
         num_heads, head_dim = query.shape[1:]
+        is_single = len(metadata.groups) == 1 and not metadata.prompts  # spare a copy
+        out = torch.empty(
+            0 if is_single else query.shape, dtype=query.dtype, device=query.device
+        )  # [T, H, D]
         num_kv_heads = kv_cache.shape[1] // 2
         blocks = kv_cache.view(-1, batch.block_size * kv_cache.shape[1] * head_dim)
         for group in metadata.groups:
@@ -96,6 +99,8 @@ class TorchAttention:
                 scale,
                 softcap,
             )
+            if is_single:
+                return attended.reshape(num_seqs, num_heads, head_dim)
             out[group.rows] = attended.reshape(num_seqs, num_heads, head_dim)
         for prompt in metadata.prompts:
             kv = blocks.index_select(0, prompt.blocks).view(-1, 2, num_kv_heads, head_dim)
