@@ -27,6 +27,7 @@ class Detokenizer:
     ) -> None:
         self._tokens = make_token_text(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._stops = params.stop
+        self._stop_characters = frozenset("".join(stop[:-1] for stop in params.stop))
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._is_ended = False
@@ -94,6 +95,8 @@ class Detokenizer:
     def _count_held(self, text: str) -> int:
         """Return the length of the longest tail of `text` that begins a stop string."""
         longest = 0
+        if text[-1] not in self._stop_characters:
+            return longest
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
                 if text.endswith(stop[:length]):

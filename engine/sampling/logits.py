@@ -53,7 +53,7 @@ class _TokenCounts:
     Prompt tokens are in it, with count 0, where the repetition penalty asks for them.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, vocab_size: int) -> None:
         self.request = request
         self.token_ids = array("q")
         self.counts = array("q")
@@ -61,7 +61,9 @@ class _TokenCounts:
         self._num_seen = request.num_prompt_tokens
         if request.sampling_params.repetition_penalty != 1.0:
             for token_id in dict.fromkeys(request.prompt_token_ids):
-                self._add(token_id, 0)
+                # A head may be narrower than the embedding that the prompt was checked against.
+                if token_id < vocab_size:
+                    self._add(token_id, 0)
 
     def _add(self, token_id: int, count: int) -> None:
         place = self._places.setdefault(token_id, len(self.token_ids))
@@ -103,11 +105,12 @@ class LogitEditor:
             ends = set(params.stop_token_ids)
             if not params.ignore_eos:
                 ends |= request.eos_token_ids
-            rows += [row] * len(ends)
-            columns += ends
+            # The tokenizer may know of ends that the model has no logit for.
+            present = [token_id for token_id in ends if token_id < scores.shape[1]]
+            rows += [row] * len(present)
+            columns += present
         if rows:
-            index = _index(rows, columns, scores)
-            scores[index] = -math.inf
+            scores[_index(rows, columns, scores)] = -math.inf
 
     def _add_bias(self, scores: Tensor, requests: Sequence[Request]) -> None:
         rows: list[int] = []
@@ -133,7 +136,7 @@ class LogitEditor:
             params = request.sampling_params
             if not _is_penalized(params):
                 continue
-            counts = self._counts_of(request)
+            counts = self._counts_of(request, scores.shape[1])
             rows.append(row)
             lengths.append(len(counts.token_ids))
             columns += counts.token_ids
@@ -145,25 +148,23 @@ class LogitEditor:
             return
         device = scores.device
         repeats = torch.tensor(lengths, device=device)
-        index = (
-            torch.tensor(rows, device=device).repeat_interleave(repeats),
-            torch.frombuffer(columns, dtype=torch.int64).to(device),
-        )
-        counts_ = torch.frombuffer(counted, dtype=torch.int64).to(device)
-        per_row = torch.tensor(strengths, dtype=torch.float64, device=device)
-        repetition, frequency, presence = per_row.repeat_interleave(repeats, 0).unbind(-1)
+        places = torch.frombuffer(columns, dtype=torch.int64).to(device)
+        times = torch.frombuffer(counted, dtype=torch.int64).to(device)
+        index = (torch.tensor(rows, device=device).repeat_interleave(repeats), places)
+        each = torch.tensor(strengths, dtype=torch.float64, device=device)
+        repetition, frequency, presence = each.repeat_interleave(repeats, 0).unbind(-1)
         # float64: a penalty of 1e-300 must not divide by zero.
         values = scores[index].double()
         values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= frequency * counts_ + presence * (counts_ > 0)
+        values -= frequency * times + presence * (times > 0)
         _put(scores, index, values)
 
-    def _counts_of(self, request: Request) -> _TokenCounts:
+    def _counts_of(self, request: Request, vocab_size: int) -> _TokenCounts:
         counts = self._counts.get(request.request_id)
         if counts is None or not counts.follows(request):
             # A new request is a rare event: the time to forget those that are over.
             self._counts = {k: c for k, c in self._counts.items() if not c.request.is_finished}
-            counts = self._counts[request.request_id] = _TokenCounts(request)
+            counts = self._counts[request.request_id] = _TokenCounts(request, vocab_size)
         counts.catch_up()
         return counts
 

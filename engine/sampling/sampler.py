@@ -148,7 +148,10 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[flo
             is_sound: list[bool] = peak[:, 0].isfinite().tolist()
             if not all(is_sound):
                 scores.masked_fill_(~peak.isfinite(), 0.0)  # drawn from as well, and thrown away
-            draw_rows = _draw_whole if top_k == vocab_size else _draw_top_k
+            is_whole = top_k == vocab_size
+            if device.type != "cpu" and any(p.top_p < 1.0 for p in asked):
+                is_whole = False  # one sort of all rows, instead of a dozen kernels for each
+            draw_rows = _draw_whole if is_whole else _draw_top_k
             found = draw_rows(scores, asked, [numbers[row] for row in rows])
             for row, token_id, ok in zip(rows, found, is_sound, strict=True):
                 token_ids[row] = token_id if ok else NO_TOKEN
@@ -162,10 +165,7 @@ def _top_k(params: SamplingParams, vocab_size: int) -> int:
 def _draw_top_k(
     scores: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]
 ) -> list[int]:
-    """Draw from rows [R, V] with the same top-k: all else happens among those C tokens.
-
-    Every cut keeps a head of the order from likeliest to least likely.
-    """
+    """Draw from rows [R, V] with the same top-k: all else happens among those C tokens."""
     vocab_size = scores.shape[1]
     device = scores.device
     values, ids = top_ordered(scores, _top_k(params[0], vocab_size))  # [R, C]
@@ -175,10 +175,8 @@ def _draw_top_k(
     # top-p: the shortest head with at least this mass.
     enough = [_share_up(total, p.top_p) for total, p in zip(totals, params, strict=True)]
     length = torch.searchsorted(cumulative, torch.tensor(enough, device=device)[:, None]) + 1
-    least = [_least(p, vocab_size) for p in params]
-    is_cut = torch.arange(weights.shape[1], device=device) >= length
-    is_cut |= weights < torch.tensor(least, device=device)[:, None]
-    weights.masked_fill_(is_cut, 0)
+    weights.masked_fill_(torch.arange(weights.shape[1], device=device) >= length, 0)
+    _cut_min_p(weights, params, vocab_size)
     ids, by_id = ids.sort(-1)
     places = _invert(weights.gather(-1, by_id), numbers)
     found: list[int] = ids.gather(-1, places[:, None])[:, 0].tolist()
@@ -194,8 +192,8 @@ def _draw_whole(
     for row, p in enumerate(params):
         if p.top_p < 1.0:
             _cut_top_p(weights[row], scores[row], p.top_p)
-        if p.min_p > 0.0:
-            weights[row].masked_fill_(weights[row] < _least(p, vocab_size), 0)
+    if any(p.min_p > 0.0 for p in params):
+        _cut_min_p(weights, params, vocab_size)
     found: list[int] = _invert(weights, numbers).tolist()
     return found
 
@@ -204,7 +202,7 @@ def _cut_top_p(weights: Tensor, scores: Tensor, top_p: float) -> None:
     """Set the weights [V] of tokens outside the nucleus to 0.
 
     Scores are dealt into buckets; whole buckets are in or out, and only the one where the mass
-    is reached needs its tokens in order. A full sort costs thirty times as much on a CPU.
+    is reached needs its tokens in order. A full sort costs ten times as much on a CPU.
     """
     bucket = (scores * -_BUCKETS_PER_NAT).clamp_(max=_BUCKETS - 1).to(torch.int64)
     mass = weights.new_zeros(_BUCKETS).scatter_add_(0, bucket, weights).cumsum(0)
@@ -218,6 +216,12 @@ def _cut_top_p(weights: Tensor, scores: Tensor, top_p: float) -> None:
     weights.masked_fill_(bucket > border, 0)
 
 
+def _cut_min_p(weights: Tensor, params: Sequence[SamplingParams], vocab_size: int) -> None:
+    """Set weights [R, C] below min-p's share of the likeliest token's to 0."""
+    least = [_share_up(_unit(vocab_size), p.min_p) for p in params]
+    weights.masked_fill_(weights < torch.tensor(least, device=weights.device)[:, None], 0)
+
+
 def _weights(scores: Tensor, vocab_size: int) -> Tensor:
     """Return exp(score) as int64, in a unit so small that a vocabulary of ones is below 2^62."""
     return scores.exp().mul_(float(_unit(vocab_size))).to(torch.int64)
@@ -225,11 +229,6 @@ def _weights(scores: Tensor, vocab_size: int) -> Tensor:
 
 def _unit(vocab_size: int) -> int:
     return 1 << (62 - vocab_size.bit_length())
-
-
-def _least(params: SamplingParams, vocab_size: int) -> int:
-    """Return the smallest weight that min-p keeps: this share of the likeliest token's."""
-    return _share_up(_unit(vocab_size), params.min_p)
 
 
 def _invert(weights: Tensor, numbers: Sequence[float]) -> Tensor:
@@ -280,7 +279,8 @@ def sample_reference(logits: Tensor, request: Request) -> int:
         return scores.index(float(peak))
     row = (row - peak) / torch.tensor(min(params.temperature, _FLOAT32_MAX))
     weights: list[int] = _weights(row, vocab_size).tolist()
-    kept = sorted(range(vocab_size), key=lambda token_id: (-float(row[token_id]), token_id))
+    scores = row.tolist()
+    kept = sorted(range(vocab_size), key=lambda token_id: (-scores[token_id], token_id))
     kept = kept[: _top_k(params, vocab_size)]
     enough = _share_up(sum(weights[token_id] for token_id in kept), params.top_p)
     mass = 0
