@@ -39,10 +39,11 @@ class ModelFacts:
     weight_bytes: int
     dtype: str
 
-    def memory_plan(self, config: EngineConfig, free_bytes: int) -> MemoryPlan:
+    def memory_plan(self, config: EngineConfig, free_bytes: int, *, is_cpu: bool) -> MemoryPlan:
         """Size the KV pool as the engine will; OutOfMemoryError where the model cannot fit."""
         return plan_memory(
             config,
+            is_cpu=is_cpu,
             free_bytes=free_bytes,
             weight_bytes=self.weight_bytes,
             kv_bytes_per_token=self.kv_bytes_per_token,

@@ -48,7 +48,8 @@ def prepare(config: ServeBenchConfig, *, on_progress: Callable[[str], None] | No
     say(f"reading {engine.model}")
     folder = resolve_folder(engine.model, with_weights=engine.load_format != "dummy")
     model = read_model_facts(folder, engine)
-    memory = model.memory_plan(engine, _free_bytes(engine))
+    free_bytes, is_cpu = _free_bytes(engine)
+    memory = model.memory_plan(engine, free_bytes, is_cpu=is_cpu)
     say("drawing requests")
     tokenizer_folder = (
         resolve_folder(engine.tokenizer, with_weights=False) if (engine.tokenizer) else folder
@@ -83,12 +84,12 @@ def estimate_seconds(cell: Cell, capacity_req_s: float | None) -> float | None:
     return max(times, default=None)
 
 
-def _free_bytes(engine: EngineConfig) -> int:
-    """Return the free memory of the device that the engine is going to take."""
+def _free_bytes(engine: EngineConfig) -> tuple[int, bool]:
+    """Return the free memory of the device that the engine will take, and whether it is a CPU."""
     if engine.device != "cpu":
         for gpu in gpu_facts():
             if gpu["memory_free_bytes"] is not None:
-                return int(gpu["memory_free_bytes"])
+                return int(gpu["memory_free_bytes"]), False
     memory = memory_facts()
     available = memory["available_bytes"] or 0
-    return min(available, memory["limit_bytes"] or available)
+    return min(available, memory["limit_bytes"] or available), True

@@ -5,8 +5,10 @@ this process (a container's limit) leaves; page cache that the kernel would give
 free in both.
 """
 
+import math
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -36,6 +38,18 @@ def free_memory_bytes(device: torch.device) -> int:
     available = int(psutil.virtual_memory().available)
     left = _cgroup_headroom(CGROUP)
     return available if left is None else min(available, left)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory only where they are written, as the KV pool is.
+
+    torch fills its zeros; numpy asks the system for pages that are zero by themselves, and a CPU
+    process does not hold those that no token has reached.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def check_fits(num_parameters: int, dtype: torch.dtype, device: torch.device) -> None:

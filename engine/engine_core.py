@@ -58,6 +58,7 @@ class EngineCore:
         self.max_model_len = loaded.max_model_len
         self.memory_plan: MemoryPlan = plan_memory(
             config,
+            is_cpu=loaded.device.type == "cpu",
             free_bytes=loaded.free_bytes,
             weight_bytes=loaded.weight_bytes,
             kv_bytes_per_token=loaded.kv_bytes_per_token,

@@ -10,6 +10,7 @@ from llmbench.engine.config import EngineConfig
 from llmbench.engine.errors import OutOfMemoryError
 
 MIB = 1024**2
+CPU_POOL_BYTES = 4 * 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class MemoryPlan:
 def plan_memory(
     config: EngineConfig,
     *,
+    is_cpu: bool,
     free_bytes: int,
     weight_bytes: int,
     kv_bytes_per_token: int,
@@ -70,6 +72,10 @@ def plan_memory(
     block_bytes = kv_bytes_per_token * config.block_size
     blocks_per_request = -(-max_model_len // config.block_size)
     useful = config.max_num_seqs * blocks_per_request
+    limited_by_use = f"{config.max_num_seqs} requests of {max_model_len} tokens"
+    if is_cpu and useful * block_bytes > CPU_POOL_BYTES:
+        useful = max(CPU_POOL_BYTES // block_bytes, blocks_per_request)
+        limited_by_use = "the default on CPU"
     budget = int(config.memory_utilization * free_bytes) - weight_bytes - activation_bytes
     if config.num_kv_blocks is not None:
         num_blocks, limited_by = config.num_kv_blocks, "num_kv_blocks"
@@ -80,7 +86,7 @@ def plan_memory(
         num_blocks = budget // block_bytes
         limited_by = f"memory_utilization {config.memory_utilization:g}"
     else:
-        num_blocks, limited_by = useful, f"{config.max_num_seqs} requests of {max_model_len} tokens"
+        num_blocks, limited_by = useful, limited_by_use
     plan = MemoryPlan(
         free_bytes=free_bytes,
         weight_bytes=weight_bytes,

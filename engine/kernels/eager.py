@@ -15,7 +15,6 @@ from llmbench.engine.kernels.reference import ACTIVATIONS, TorchOps
 from llmbench.engine.layers.attention.torch_backend import TorchAttention
 from llmbench.engine.models.architecture import Activation
 
-
 FEW_ROWS = 8
 """Up to here the number of calls weighs more than the arithmetic."""
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
+from llmbench.engine.device import zeros
 from llmbench.engine.errors import CheckpointError
 from llmbench.engine.kernels.eager import EagerOps
 from llmbench.engine.kernels.reference import TorchOps
@@ -220,7 +221,7 @@ class Decoder:
     def make_kv_cache(self, num_slots: int) -> list[Tensor]:
         """Zeroed K/V tensors [num_slots, 2 * Hkv, D], one a layer."""
         shape = (num_slots, 2 * self.arch.num_kv_heads, self.arch.head_dim)
-        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.layers]
+        return [zeros(shape, self.dtype, self.device) for _ in self.layers]
 
     def forward(self, batch: ForwardBatch, kv_caches: list[Tensor]) -> Tensor:
         """Hidden states [T, H] before the final norm; writes K/V of the batch's tokens."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
-from llmbench.engine.device import check_fits
+from llmbench.engine.device import check_fits, zeros
 from llmbench.engine.errors import CheckpointError, UnsupportedModelError
 from llmbench.engine.models import hf_attention
 from llmbench.engine.models.families import text_config
@@ -81,7 +81,7 @@ class TransformersModel:
 
     def __init__(self, causal_lm: Any, *, num_layers: int) -> None:
         self.causal_lm = causal_lm
-        self._decoder = causal_lm.get_decoder()
+        self._decoder = _decoder_of(causal_lm)
         self._replay = _Replay(self._decoder)
         # The model's own forward, with its scales and caps of logits, behind known hidden states.
         self._head = _with_module(causal_lm, self._decoder, self._replay)
@@ -103,10 +103,7 @@ class TransformersModel:
     def make_kv_cache(self, num_slots: int) -> list[Tensor]:
         """Zeroed K/V tensors [num_slots, 2 * Hkv, D], one a layer."""
         dtype, device = self.causal_lm.dtype, self.causal_lm.device
-        return [
-            torch.zeros((num_slots, *shape), dtype=dtype, device=device)
-            for shape in self.cache_shapes.values()
-        ]
+        return [zeros((num_slots, *shape), dtype, device) for shape in self.cache_shapes.values()]
 
     def forward(self, batch: ForwardBatch, kv_caches: list[Tensor]) -> Tensor:
         """Hidden states [T, H] after the final norm; writes K/V of the batch's tokens."""
@@ -196,6 +193,14 @@ def check_can_run(hf_config: Any, max_model_len: int, *, trust_remote_code: bool
         raise error
 
 
+def _decoder_of(causal_lm: Any) -> torch.nn.Module:
+    """The part of a causal language model that computes hidden states."""
+    for part in (causal_lm.get_decoder(), causal_lm.base_model, getattr(causal_lm, "model", None)):
+        if isinstance(part, torch.nn.Module) and part is not causal_lm:
+            return part
+    raise UnsupportedModelError(f"{causal_lm.config.model_type} has no decoder below its head")
+
+
 def _auto_model() -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -211,7 +216,13 @@ def _count_parameters(hf_config: Any, options: dict[str, Any]) -> int:
 def _draw(hf_config: Any, options: dict[str, Any], seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return _auto_model().from_config(hf_config, **options)
+        try:
+            return _auto_model().from_config(hf_config, **options)
+        # A config that passes validation may still make no model, in as many ways as families.
+        except Exception as error:
+            raise CheckpointError(
+                f"transformers cannot build a {hf_config.model_type} model from its config: {error}"
+            ) from error
 
 
 def _read(folder: Path, hf_config: Any, options: dict[str, Any]) -> Any:
@@ -229,7 +240,7 @@ def _read(folder: Path, hf_config: Any, options: dict[str, Any]) -> Any:
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     finally:
         if had_bar:
@@ -251,7 +262,6 @@ def _with_module(
 ) -> torch.nn.Module:
     """`root` with one of its modules replaced; both share all other modules and weights."""
     path = next(name for name, module in root.named_modules() if module is old)
-    assert path, "a causal language model holds its decoder as a part"
     top = node = _shallow_copy(root)
     *parents, last = path.split(".")
     for name in parents:
