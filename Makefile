@@ -6,8 +6,9 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.llmbench-installed
 DEMO_MODEL := smollm2-135m
+DEMO_RESULTS := results/demo
 
-.PHONY: help setup test static check fix
+.PHONY: help setup demo test static check fix
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -20,6 +21,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+demo: setup  ## fetch the demo model, sweep nine load points, draw the plots: a few minutes
+	$(BIN)/llmbench models pull $(DEMO_MODEL)
+	$(BIN)/llmbench serve-bench $(DEMO_MODEL) --num-prompts 36 \
+	  --random-input-len 128 --random-output-len 32 --kv-cache-memory 1GiB \
+	  --request-rate 2,4,inf --max-concurrency 1,4,16 --goodput ttft:500 tpot:100 \
+	  --output $(DEMO_RESULTS)
 
 test: setup  ## run the default test suite; tests of the demo model are skipped if it is out of reach
 	-@$(BIN)/llmbench models pull $(DEMO_MODEL) > /dev/null
