@@ -8,7 +8,7 @@ and a test with more than a few of them fails.
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         bos_token_id=1,
         initializer_range=0.3,
     )
-    model = LlamaForCausalLM(config).float().eval()
+    model = LlamaForCausalLM(config)
     folder = tmp_path_factory.mktemp("tiny")
     model.save_pretrained(folder)
     return folder, model
@@ -111,7 +111,7 @@ def expected(tiny: tuple[Path, Any]) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.fixture(scope="module")
 def make_llm(tiny: tuple[Path, Any]) -> Callable[..., LLM]:
     def make(**config: Any) -> LLM:
-        settings = {
+        settings: dict[str, Any] = {
             "dtype": "float32",
             "num_kv_blocks": 64,
             "max_num_seqs": 8,
@@ -210,7 +210,7 @@ def test_aborts_leave_the_other_requests_tokens_alone(
 class TestPromptOfWholeBlocks:
     """Case C09: a prompt that is a whole number of blocks and fully cached."""
 
-    IDS = tuple(5 + 7 * i % 50 for i in range(32))
+    IDS: ClassVar = [5 + 7 * i % 50 for i in range(32)]
 
     def test_every_repetition_gives_the_reference_ids(
         self, tiny: tuple[Path, Any], make_llm: Callable[..., LLM]
@@ -366,6 +366,6 @@ def test_demo_model_answers_real_prompts_as_transformers_does(
         for text in texts
     ]
     got = answers(llm, prompts)
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     want = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
     assert count_ties(model, prompts, got, want) <= MAX_TIES
