@@ -74,6 +74,7 @@ def _draw_panel(panel: Axes, rows: pd.DataFrame, labels: list[str], baseline: st
     largest = float(ends.max()) if ends.notna().any() else 1.0
     panel.set_xlim(0, 1.28 * largest or 1.0)  # room for the values
     plain_ticks(panel, "x")
+    are_counts = bool((rows["value"].dropna() % 1 == 0).all())
     for row in rows.itertuples(index=False):
         y = labels.index(str(row.label))
         value, low, high = (float(getattr(row, name)) for name in ("value", "low", "high"))
@@ -89,7 +90,7 @@ def _draw_panel(panel: Axes, rows: pd.DataFrame, labels: list[str], baseline: st
                 value, y, xerr=[[value - low], [high - value]], color="black", lw=1, marker=""
             )
             end = max(value, high)
-        text = f" {number(value)}"
+        text = f" {number(int(value) if are_counts else value)}"
         if isinstance(row.note, str) and row.note:
             text += f" ({drawable(row.note)})"
         panel.text(end, y, text, va="center", size=8, color=QUIET_COLOR)

@@ -19,9 +19,10 @@ from llmbench.reports.format import counted, setting
 Record = Mapping[str, Any]
 
 TAILS = ("p99", "p95", "p90")
-LATENCIES = ("ttft_s", "tpot_s", "e2el_s")
 SUMMARIES = (
-    *LATENCIES,
+    "ttft_s",
+    "tpot_s",
+    "e2el_s",
     "itl_s",
     "per_user_tok_s",
     "ttft_from_schedule_s",
@@ -119,6 +120,13 @@ class CellView:
         achieved = self.number("achieved_rate_req_s")
         is_short = achieved is not None and achieved < MIN_ACHIEVED_SHARE * offered
         return is_short or self.verdict == "RATE-NOT-ACHIEVED"
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether requests ended as fast as they came; False also where a short run cannot tell."""
+        offered = self.number("offered_rate_req_s") or 0.0
+        completed = self.number("completion_rate_req_s") or 0.0
+        return not self.is_saturated and completed >= MIN_ACHIEVED_SHARE * offered > 0
 
     @property
     def remark(self) -> str | None:

@@ -41,24 +41,17 @@ def distribution_frame(samples: Mapping[str, ArrayLike]) -> pd.DataFrame:
     """Return the curves: columns series, n, share, value_s; `samples` hold seconds.
 
     `share` of the sample is at most `value_s`. Quantiles are numpy's linear ones, and the rows of
-    p50, p95 and p99 are among them where the sample carries them.
+    p50, p95 and p99 are among them where the sample reaches them. An empty sample has one row
+    without values.
     """
-    frames = []
+    frames = [pd.DataFrame(columns=["series", "n", "share", "value_s"])] if not samples else []
     for name, values in samples.items():
         sample = np.asarray(values, dtype=np.float64)
         shares = _shares(sample.size)
-        frames.append(
-            pd.DataFrame(
-                {
-                    "series": name,
-                    "n": sample.size,
-                    "share": shares,
-                    "value_s": np.quantile(sample, shares) if sample.size else shares,
-                }
-            )
-        )
-    columns = ["series", "n", "share", "value_s"]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
+        quantiles = np.quantile(sample, shares) if sample.size else np.full(1, np.nan)
+        curve = {"series": name, "n": sample.size, "share": shares, "value_s": quantiles}
+        frames.append(pd.DataFrame(curve))
+    return pd.concat(frames, ignore_index=True)
 
 
 @styled
@@ -76,7 +69,7 @@ def cumulative_distribution(
         sharex=True,
         sharey=True,
     )
-    values: list[float] = frame["value_s"].tolist()
+    values: list[float] = frame["value_s"].dropna().tolist()
     if not values:
         say_nothing_to_draw(panels[0], "nothing to draw: the samples are empty")
         return figure
@@ -97,6 +90,9 @@ def cumulative_distribution(
 def _draw_curve(panel: Axes, index: int, curve: pd.DataFrame, per_stored: float) -> None:
     style = series_style(index)
     name, size = str(curve["series"].iloc[0]), int(curve["n"].iloc[0])
+    if size == 0:
+        panel.plot([], [], color=style.color, marker=style.marker, label=f"{drawable(name)}\nempty")
+        return
     shares, values = curve["share"].to_numpy(), curve["value_s"].to_numpy() * per_stored
     panel.plot(values, shares, color=style.color, marker="", linewidth=1.6)
     marked = {
@@ -118,7 +114,7 @@ def _draw_curve(panel: Axes, index: int, curve: pd.DataFrame, per_stored: float)
 def _shares(size: int) -> NDArray[np.float64]:
     """Return shares up to the last that the sample resolves, dense in nines."""
     if size == 0:
-        return np.zeros(0)
+        return np.full(1, np.nan)
     last = -math.log10(1 / size) if size > 1 else 0.0
     nines = np.linspace(0.0, last, min(size, MAX_POINTS))
     shares = 1 - 10**-nines

@@ -1,9 +1,10 @@
 """Latency against load: how long users wait as more of them come.
 
 One panel for each of TTFT, TPOT and E2EL: the median as a solid line with its interval, the tail as
-a dashed one, both on a logarithmic axis, since queueing turns milliseconds into seconds. A vertical
-line marks the first load that the target did not keep up with (achieved below 95 % of offered):
-latencies from there on depend on how long the run lasted.
+a dashed one, both on a logarithmic axis, since queueing turns milliseconds into seconds. TTFT and
+E2EL count from the scheduled arrival: under a cap on concurrency a request may wait in the client,
+and its user waits with it. A vertical line marks the first load that the target did not keep up
+with (achieved below 95 % of offered): latencies from there on depend on how long the run lasted.
 """
 
 import math
@@ -16,7 +17,6 @@ from matplotlib.figure import Figure
 
 from llmbench.reports.axes import log_scale, series_style
 from llmbench.reports.cells import (
-    LATENCIES,
     CellView,
     best_tail,
     missing_note,
@@ -38,7 +38,9 @@ from llmbench.reports.load_axis import LoadAxis, LoadSeries, load_axis, load_ser
 MAX_SERIES_HERE = 3
 """Each series has two lines, so half of what a panel bears."""
 
-NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2el_s": "E2EL"}
+NAMES = {"ttft_from_schedule_s": "TTFT", "tpot_s": "TPOT", "e2el_from_schedule_s": "E2EL"}
+LATENCIES = tuple(NAMES)
+E2EL = "e2el_from_schedule_s"
 
 
 def latency_vs_load_frame(cells: Sequence[CellView]) -> pd.DataFrame:
@@ -83,7 +85,7 @@ def latency_vs_load(cells: Sequence[CellView], caption: Caption) -> Figure:
         panel_size=(3.4, 3.1),
         sharey="col",
     )
-    if not any(cell.statistic("e2el_s", "median") is not None for cell in cells):
+    if not any(cell.statistic(E2EL, "median") is not None for cell in cells):
         say_nothing_to_draw(panels[1], "nothing to draw: no cell has a completed request")
         hide_unused([panels[0], *panels[2:]], 0)
         return figure
@@ -190,14 +192,14 @@ def _add_legend(
 
 
 def _note(cells: Sequence[CellView], tail: str) -> str:
-    sizes = sorted({n for cell in cells if (n := cell.sample_size("ttft_s"))})
-    parts = ["Lower is better. Times count from sending."]
+    sizes = sorted({n for cell in cells if (n := cell.sample_size(E2EL))})
+    parts = ["Lower is better. TTFT and E2EL count from the scheduled arrival."]
     if sizes:
         span = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         parts.append(f"n = {span} requests a point; band: 95 % bootstrap interval of p50.")
-        if tail != "p99" or not any(cell.statistic("ttft_s", tail) for cell in cells):
+        if tail != "p99" or not any(cell.statistic(E2EL, tail) for cell in cells):
             parts.append(f"{withheld_note('p99', sizes[-1], 'request')}.")
-    missing = [cell for cell in cells if cell.statistic("e2el_s", "median") is None]
+    missing = [cell for cell in cells if cell.statistic(E2EL, "median") is None]
     if missing:
         parts.append(missing_note(missing))
     return " ".join(parts)

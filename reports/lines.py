@@ -73,6 +73,7 @@ def line_figure(
             log_scale(panel, "y", rows[["y", "low", "high"]].to_numpy().ravel().tolist())
         for index, name in enumerate(names):
             _draw_line(panel, rows[rows["series"] == name], index, name, baseline, ideal)
+        _draw_failures(panel, rows)
         if not log_y:
             from_zero(panel, "y")
     _set_x(panels[-1], sorted(set(frame["x"])))
@@ -101,15 +102,23 @@ def _draw_line(
     )
     for x, low, high in good[["x", "low", "high"]].dropna().itertuples(index=False):
         panel.plot([x, x], [low, high], color=color, marker="", linewidth=1.2)
-    for x, note in rows[rows["y"].isna()][["x", "note"]].itertuples(index=False):
+
+
+def _draw_failures(panel: Axes, rows: pd.DataFrame) -> None:
+    """Name what was tried in vain, above the place where it would stand."""
+    for x, failed in rows[rows["y"].isna()].groupby("x"):
+        notes = [note if isinstance(note, str) and note else "no result" for note in failed["note"]]
+        texts = (f"{name}: {note}" for name, note in zip(failed["series"], notes, strict=True))
         panel.annotate(
-            drawable(f"{name}: {note or 'no result'}"),
-            (x, 0.03),
+            drawable("; ".join(texts)),
+            (float(str(x)), 0.03),
             xycoords=("data", "axes fraction"),
             rotation=90,
             ha="center",
+            va="bottom",
             size=8,
             color=FAULT_COLOR,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
         )
 
 

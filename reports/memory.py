@@ -23,7 +23,7 @@ from llmbench.reports.figure import (
     say_nothing_to_draw,
     styled,
 )
-from llmbench.reports.format import TOKENS, byte_unit, header, percent
+from llmbench.reports.format import TOKENS, byte_unit, header, percent, shorten
 from llmbench.reports.glyphs import drawable
 
 COLUMNS = ("series", "time_s", "used", "wasted", "free", "num_running")
@@ -88,7 +88,9 @@ def memory_figure(
         waste = waste_share(rows)
         wasted = "" if waste is None else f": {percent(waste)} of what is held is wasted"
         most = int(rows["num_running"].max())
-        panel.set_title(drawable(f"{name}{wasted}, at most {most} running"), fontsize=9)
+        panel.set_title(
+            drawable(f"{shorten(name, 40)}{wasted}, at most {most} running"), fontsize=9
+        )
         panel.set_ylabel(header("KV pool", unit))
         panel.margins(x=0)
         from_zero(panel, "y", room=1.0)
