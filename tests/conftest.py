@@ -96,3 +96,242 @@ def _no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         connect(self, address)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+TINY_SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TINY_GPT2 = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+TINY_OPT = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.05 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biases-tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
+    ),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
+    ),
+    "llama-dynamic-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}},
+    ),
+    "llama-yarn-rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 5, "head_dim": 32}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-tied-bias": (
+        "qwen3",
+        {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "gemma": ("gemma", {"head_dim": 32}),
+    "gemma2": ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "layer_types": ALTERNATING,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-window-partial-rotary": (
+        "phi3",
+        {
+            "sliding_window": 7,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    # The prompt of the family tests is longer than the 16 tokens of the short table.
+    "phi3-longrope": (
+        "phi3",
+        {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-bias-tied": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
+    "opt": ("opt", TINY_OPT),
+    "opt-no-bias-gelu": (
+        "opt",
+        {
+            **TINY_OPT,
+            "enable_bias": False,
+            "activation_function": "gelu",
+            "_remove_final_layer_norm": True,
+        },
+    ),
+    "gpt2": ("gpt2", TINY_GPT2),
+    "gpt2-untied-unscaled": (
+        "gpt2",
+        {
+            **TINY_GPT2,
+            "n_inner": 80,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+            "scale_attn_weights": False,
+        },
+    ),
+}
+"""Variant → (model_type, settings); a test that takes `variant` runs for each of them."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", TINY_MODELS)
+
+
+@pytest.fixture(scope="session")
+def tiny_variants() -> dict[str, tuple[str, dict[str, Any]]]:
+    """The variants that `tiny_model` makes."""
+    return TINY_MODELS
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[..., Any]:
+    """Build a float32 transformers model with weights that make every part of it matter."""
+
+    def build(model_type: str, **settings: Any) -> Any:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if "n_embd" not in settings and "ffn_dim" not in settings:
+            settings = TINY_SIZES | settings
+        config = AutoConfig.for_model(model_type, **settings)
+        auto_model: Any = AutoModelForCausalLM
+        model = auto_model.from_config(config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            deviation = 0.3 if parameter.dim() > 1 else 0.1
+            torch.nn.init.normal_(parameter, 0.0, deviation, generator=generator)
+            if parameter.dim() == 1 and name.endswith("weight") and "gemma" not in model_type:
+                parameter.data += 1.0
+        return model.eval().requires_grad_(False)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_model(
+    tmp_path_factory: pytest.TempPathFactory, random_model: Callable[..., Any]
+) -> Callable[[str], tuple[Path, Any]]:
+    """A two-layer random model of a variant: the saved checkpoint's folder, and the model."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(variant: str) -> tuple[Path, Any]:
+        if variant not in made:
+            model_type, settings = TINY_MODELS[variant]
+            model = random_model(model_type, **settings)
+            folder = tmp_path_factory.mktemp(variant)
+            model.save_pretrained(folder)
+            made[variant] = folder, model
+        return made[variant]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def logits_in_pieces() -> Callable[..., Any]:
+    """Run token ids through an engine model in pieces of given lengths; returns logits [T, V].
+
+    Blocks of four tokens, handed out in descending order so that a slot is not a position.
+    """
+
+    def run(model: Any, token_ids: list[int], pieces: list[int]) -> Any:
+        import torch
+
+        from llmbench.engine.batch import ForwardBatch
+
+        size = 4
+        table = list(range(-(-len(token_ids) // size), 0, -1))
+        caches = model.make_kv_cache((len(table) + 1) * size)
+        logits, done = [], 0
+        for count in pieces:
+            positions = range(done, done + count)
+            slots = [table[position // size] * size + position % size for position in positions]
+            batch = ForwardBatch(
+                input_ids=torch.tensor(token_ids[done : done + count]),
+                positions=torch.tensor(positions),
+                slot_mapping=torch.tensor(slots),
+                query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+                seq_lens=torch.tensor([done + count], dtype=torch.int32),
+                block_table=torch.tensor([table], dtype=torch.int32),
+                logits_indices=torch.arange(count),
+                block_size=size,
+                num_decodes=int(count == 1),
+                query_lens=[count],
+                context_lens=[done + count],
+            )
+            with torch.inference_mode():
+                logits.append(model.compute_logits(model.forward(batch, caches)))
+            done += count
+        assert done == len(token_ids)
+        return torch.cat(logits).float()
+
+    return run

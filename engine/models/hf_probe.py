@@ -43,6 +43,12 @@ def probe(model: "TransformersModel", *, vocab_size: int) -> dict[int, tuple[int
     ]
     try:
         found, caches = _in_pieces(model, prompts)
+        silent = model.num_layers - len(caches)
+        if silent:
+            raise UnsupportedModelError(
+                f"{kind} has {silent} of {model.num_layers} layers that do not call attention"
+            )
+        expected = _alone(model, prompts)
     except EngineError:
         raise
     # Foreign code in a situation that it was not written for may fail in any way.
@@ -50,12 +56,6 @@ def probe(model: "TransformersModel", *, vocab_size: int) -> dict[int, tuple[int
         raise UnsupportedModelError(
             f"{kind} cannot run over this engine's attention: {type(error).__name__}: {error}"
         ) from error
-    silent = model.num_layers - len(caches)
-    if silent:
-        raise UnsupportedModelError(
-            f"{kind} has {silent} of {model.num_layers} layers that do not call attention"
-        )
-    expected = _alone(model, prompts)
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     median = float(errors.median())
     if not median <= TOLERANCE[model.causal_lm.dtype]:  # a NaN is refused too

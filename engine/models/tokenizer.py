@@ -57,10 +57,11 @@ def end_of_text_ids(
     """All tokens that end an answer: of generation_config.json, the config and the tokenizer.
 
     Each of the three may know one that the others lack (Llama 3's `<|eot_id|>` stands only in
-    the first), and a model that honours one alone talks on past its answer.
+    the first), and a model that honours one alone talks on past its answer. An id outside the
+    vocabulary, a default that some config never changed, cannot come and is left out.
     """
-    found: list[Any] = [getattr(hf_config, "eos_token_id", None)]
-    found.append(getattr(hf_config.get_text_config(decoder=True), "eos_token_id", None))
+    text = hf_config.get_text_config(decoder=True)
+    found: list[Any] = [getattr(part, "eos_token_id", None) for part in (hf_config, text)]
     path = folder / GENERATION_CONFIG
     if path.exists():
         try:
@@ -70,4 +71,4 @@ def end_of_text_ids(
     if tokenizer is not None:
         found.append(tokenizer.eos_token_id)
     ids = [one for entry in found for one in (entry if isinstance(entry, list) else [entry])]
-    return frozenset(token_id for token_id in ids if type(token_id) is int)
+    return frozenset(i for i in ids if type(i) is int and 0 <= i < text.vocab_size)

@@ -195,8 +195,11 @@ def check_can_run(hf_config: Any, max_model_len: int, *, trust_remote_code: bool
 
 def _decoder_of(causal_lm: Any) -> torch.nn.Module:
     """The part of a causal language model that computes hidden states."""
+    from transformers import PreTrainedModel
+
+    # Some call their head `decoder`, so what get_decoder finds may be a bare linear layer.
     for part in (causal_lm.get_decoder(), causal_lm.base_model, getattr(causal_lm, "model", None)):
-        if isinstance(part, torch.nn.Module) and part is not causal_lm:
+        if isinstance(part, PreTrainedModel) and part is not causal_lm:
             return part
     raise UnsupportedModelError(f"{causal_lm.config.model_type} has no decoder below its head")
 
