@@ -17,17 +17,15 @@ from typing import Annotated
 
 import typer
 
-from llmbench.bench.errors import BenchConfigError, BenchError
+from llmbench.bench.errors import BenchConfigError
 from llmbench.cli import doctor, generate, models, serve_bench
-from llmbench.cli.options import SettingsError
+from llmbench.cli.options import KNOWN_ERRORS, SettingsError
 from llmbench.cli.output import print_error
 from llmbench.cli.workload_options import join_goodput
-from llmbench.engine.errors import ConfigError, EngineError
-from llmbench.quant.errors import QuantError
+from llmbench.engine.errors import ConfigError
 
 DONE, USAGE, FAILED, INTERRUPTED = 0, 2, 3, 130
 USAGE_ERRORS = (SettingsError, ConfigError, BenchConfigError)
-KNOWN_ERRORS = (SettingsError, QuantError, EngineError, BenchError)
 REPORTED_VERSIONS = ("llmbench", "torch", "transformers", "typer")
 
 app = typer.Typer(
@@ -63,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = typer.main.get_command(app).main(
             arguments, prog_name="llmbench", standalone_mode=False
         )
-    except KNOWN_ERRORS as error:
+    except (SettingsError, *KNOWN_ERRORS) as error:
         if "--debug" in arguments:
             traceback.print_exc()
         print_error(str(error), getattr(error, "__notes__", ()))

@@ -19,8 +19,12 @@ from typer.core import TyperCommand
 from llmbench.bench.errors import BenchError
 from llmbench.engine.errors import EngineError
 from llmbench.quant.errors import QuantError
+from llmbench.reports.errors import ReportError
 
 ConfigT = TypeVar("ConfigT")
+
+KNOWN_ERRORS = (QuantError, EngineError, BenchError, ReportError)
+"""What the folders raise on purpose: an error line and hints, no traceback."""
 
 
 class SectionedCommand(TyperCommand):
@@ -67,7 +71,7 @@ def config_from(kind: type[ConfigT], ctx: typer.Context, **more: Any) -> ConfigT
     values = {name: ctx.params[name] for name in names & ctx.params.keys()}
     try:
         return kind(**{**values, **more})
-    except (QuantError, EngineError, BenchError) as refusal:
+    except KNOWN_ERRORS as refusal:
         flags = {p.name: p.opts[0] for p in ctx.command.params if p.name in names}
 
         def as_flag(word: re.Match[str]) -> str:

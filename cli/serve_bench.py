@@ -1,6 +1,6 @@
 """`llmbench serve-bench`: latency and throughput of an engine over a grid of loads."""
 
-import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from llmbench.cli import workload_options as w
 from llmbench.cli.engine_options import ENGINE
 from llmbench.cli.models import require_model
 from llmbench.cli.options import (
-    OUTPUT,
+    KNOWN_ERRORS,
     Debug,
     Json,
     OutputFolder,
@@ -28,7 +28,6 @@ from llmbench.cli.options import (
     config_from,
     defaults_of,
     examples,
-    option,
 )
 from llmbench.cli.output import Output
 from llmbench.cli.progress import Progress
@@ -36,6 +35,7 @@ from llmbench.cli.sampling_options import SkipChatTemplate, Stop, Temperature, T
 from llmbench.cli.unused_flags import refuse_unused_flags
 from llmbench.cli.workload_options import WORKLOAD
 from llmbench.engine.config import EngineConfig
+from llmbench.reports.format import TOKENS_PER_SECOND, counted, quantity, setting, time
 
 if TYPE_CHECKING:
     from llmbench.bench.plan import Plan
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 BENCH = defaults_of(ServeBenchConfig)
-NO_VERDICT = 4
+NO_VERDICT, INTERRUPTED = 4, 130
 
 
 def register(app: typer.Typer) -> None:
@@ -126,9 +126,6 @@ def serve_bench_command(
     num_kv_blocks: e.NumKVBlocks = ENGINE.num_kv_blocks,
     memory_utilization: e.MemoryUtilization = ENGINE.memory_utilization,
     output: OutputFolder = None,
-    no_plots: Annotated[
-        bool, option(OUTPUT, "--no-plots", help="Write tables and records only.")
-    ] = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -159,7 +156,7 @@ def serve_bench_command(
     if dry_run:
         _print_plan(config, streams)
         return
-    _run(config, streams, with_plots=not no_plots)
+    _run(config, streams)
 
 
 def default_folder(engine: EngineConfig, workload: WorkloadConfig, seed: int) -> Path:
@@ -207,8 +204,8 @@ def _print_plan(config: ServeBenchConfig, streams: Output) -> None:
     streams.result(f"cells     {len(plan.cells)}")
     for cell in plan.cells:
         seconds = plan.least_seconds(cell)
-        time = "as fast as the engine goes" if seconds is None else f"at least {seconds:,.0f} s"
-        streams.result(f"  {cell.label:32} {time}")
+        needs = "as fast as the engine goes" if seconds is None else f"at least {seconds:,.0f} s"
+        streams.result(f"  {cell.label:32} {needs}")
 
 
 def _memory_record(plan: "Plan") -> dict[str, int | str]:
@@ -223,18 +220,56 @@ def _memory_record(plan: "Plan") -> dict[str, int | str]:
     }
 
 
-def _run(config: ServeBenchConfig, streams: Output, *, with_plots: bool) -> None:
+def _run(config: ServeBenchConfig, streams: Output) -> None:
     from llmbench.bench.sweep import run_serve_bench
 
+    is_interrupted = False
     with Progress(streams) as progress:
-        records = run_serve_bench(
-            config,
-            on_progress=lambda sweep: _show(progress, sweep),
-            on_record=lambda record: progress.note(cell_line(record)),
-        )
-    streams.document({"output": str(config.output), "records": records})
+        try:
+            run_serve_bench(
+                config,
+                on_progress=lambda sweep: _show(progress, sweep),
+                on_record=lambda record: progress.note(cell_line(record)),
+            )
+        except KeyboardInterrupt:
+            is_interrupted = True
+        except KNOWN_ERRORS as error:
+            if (config.output / "results.jsonl").exists():
+                error.add_note(f"what is finished is in {config.output}")
+            raise
+    if is_interrupted and not (config.output / "results.jsonl").exists():
+        raise typer.Exit(INTERRUPTED)
+    records = _report(config, streams)
+    if is_interrupted:
+        streams.note("the same command continues where this one stopped")
+        raise typer.Exit(INTERRUPTED)
     if not any(record.get("validity", {}).get("is_valid") for record in records):
         raise typer.Exit(NO_VERDICT)
+
+
+def _report(config: ServeBenchConfig, streams: Output) -> list[Record]:
+    """Print the table and the conclusion of what the folder holds, and draw its plots."""
+    from llmbench.bench.results import read_results
+    from llmbench.reports.serve_report import report_table, write_serve_report
+    from llmbench.reports.tables import render
+
+    records = read_results(config.output).records
+    if not records:
+        return records
+    table, conclusion = report_table(config.output)
+    streams.result(render(table, sys.stdout))
+    streams.result(f"\n{conclusion}")
+    written = write_serve_report(config.output)
+    streams.document(
+        {
+            "output": str(config.output),
+            "conclusion": conclusion,
+            "records": records,
+            "files": [str(path) for path in written],
+        }
+    )
+    streams.note(f"\nresults in {config.output}: summary.md, cells.csv and plots/")
+    return records
 
 
 def _show(progress: Progress, sweep: "SweepProgress") -> None:
@@ -247,35 +282,29 @@ def _show(progress: Progress, sweep: "SweepProgress") -> None:
         stage += " (warm-up)"
     facts = []
     if load.ttft_p50_s is not None:
-        facts.append(f"TTFT p50 {load.ttft_p50_s * 1e3:.0f} ms")
+        facts.append(f"TTFT p50 {time(load.ttft_p50_s)}")
     if load.tpot_p50_s is not None:
-        facts.append(f"TPOT p50 {load.tpot_p50_s * 1e3:.1f} ms")
+        facts.append(f"TPOT p50 {time(load.tpot_p50_s)}")
     if load.elapsed_s > 0 and load.num_output_tokens:
-        facts.append(f"{load.num_output_tokens / load.elapsed_s:.0f} output tok/s")
+        facts.append(quantity(load.num_output_tokens / load.elapsed_s, TOKENS_PER_SECOND))
     if load.num_failed:
         facts.append(f"{load.num_failed} failed")
-    if sweep.remaining_s is not None and math.isfinite(sweep.remaining_s):
-        facts.append(f"about {sweep.remaining_s:.0f} s left for all cells")
+    if sweep.remaining_s is not None:
+        facts.append(f"all done in about {sweep.remaining_s:,.0f} s")
     done = load.num_completed + load.num_failed
     progress.update(stage, done, load.num_total, ", ".join(facts))
 
 
 def cell_line(record: Record) -> str:
-    """What stays on the terminal of a finished cell."""
+    """What stays on the terminal of a cell that has ended."""
     cell = record["cell"]
-    cap = "unlimited" if cell["max_concurrency"] is None else cell["max_concurrency"]
-    head = f"rate {cell['request_rate']} concurrency {cap}: "
+    rate, cap = setting(cell["request_rate"]), setting(cell["max_concurrency"])
+    facts = [f"rate={rate} concurrency={cap}: {record['status']}"]
     metrics = record.get("metrics")
     if metrics is None:
-        return f"{head}{record['status']}"
-    facts = [f"{metrics['num_completed']} of {metrics['num_requests']} requests"]
-    if metrics["output_throughput_tok_s"] is not None:
-        facts.append(f"{metrics['output_throughput_tok_s']:.1f} output tok/s")
+        return facts[0]
+    facts.append(f"{metrics['num_completed']} of {counted(metrics['num_requests'], 'request')}")
+    facts.append(f"{quantity(metrics['output_throughput_tok_s'], TOKENS_PER_SECOND)} of output")
     for name, label in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
-        median = metrics[name]["median"]
-        if median is not None:
-            facts.append(f"{label} p50 {median * 1e3:.1f} ms")
-    facts.append(record["validity"]["verdict"])
-    if record["status"] != "complete":
-        facts.append(record["status"])
-    return head + ", ".join(facts)
+        facts.append(f"{label} p50 {time(metrics[name]['median'])}")
+    return ", ".join([*facts, record["validity"]["verdict"]])
