@@ -32,6 +32,7 @@ def kernels() -> Callable[[torch.dtype], CpuOps]:
         cpu_build.find_compiler()
     except KernelBuildError as error:
         pytest.skip(str(error))
+    cpu_build.load_library()
     return CpuOps
 
 
@@ -80,16 +81,53 @@ def make_batch(
     )
 
 
-def make_cache(batch: ForwardBatch, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Random K/V in the slots that sequences hold; NaN elsewhere: nobody may read it."""
+def fill_cache(
+    ops: TorchOps, batch: ForwardBatch, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> Tensor:
+    """A cache with the same random K/V for every `ops` in the slots that sequences hold.
+
+    All others hold not-a-number: nobody may let it into a result.
+    """
     size = batch.block_size
     num_slots = (sum(-(-c // size) for c in batch.context_lens) + 4) * size
-    cache = torch.full((num_slots, 2 * num_kv_heads, head_dim), float("nan"), dtype=dtype)
-    for row, context in enumerate(batch.context_lens):
-        for position in range(context):
-            block = int(batch.block_table[row, position // size])
-            cache[block * size + position % size] = torch.randn(2 * num_kv_heads, head_dim)
+    cache = ops.make_kv_cache(
+        num_slots, num_kv_heads, head_dim, dtype=dtype, device=torch.device("cpu")
+    )
+    slots = torch.tensor(
+        [
+            int(batch.block_table[row, i // size]) * size + i % size
+            for row, context in enumerate(batch.context_lens)
+            for i in range(context)
+        ]
+    )
+    generator = torch.Generator().manual_seed(1)
+    width = 2 * num_kv_heads * head_dim
+    rows = torch.randn(slots.numel(), width, generator=generator).to(dtype)
+    for qkv, where in (
+        (torch.full((num_slots, width), float("nan"), dtype=dtype), torch.arange(num_slots)),
+        (rows, slots),
+    ):
+        ops.rope_and_store(
+            qkv,
+            None,
+            None,
+            where,
+            cache,
+            num_heads=0,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rotary_dim=0,
+            q_norm_weight=None,
+            k_norm_weight=None,
+            eps=1e-6,
+        )
     return cache
+
+
+def stored_values(cache: Tensor) -> Tensor:
+    """All elements that are not zero, in order of size."""
+    elements = torch.tensor([], dtype=cache.dtype).set_(cache.untyped_storage())
+    return elements[elements != 0].sort().values
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (3, 20), (70, 576), (2, 7)])
@@ -179,7 +217,9 @@ def test_rope_and_store_equals_reference(
     results = []
     for ops in (kernels(dtype), TorchOps()):
         mine = qkv.clone()
-        cache = torch.full((num_tokens + 4, 2 * kv_heads, head_dim), 7.0, dtype=dtype)
+        cache = ops.make_kv_cache(
+            num_tokens + 4, kv_heads, head_dim, dtype=dtype, device=torch.device("cpu")
+        )
         ops.rope_and_store(
             mine,
             angles.cos() if rotary_dim else None,
@@ -195,8 +235,9 @@ def test_rope_and_store_equals_reference(
             eps=1e-6,
         )
         results.append((mine, cache))
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected)
+    assert_close(results[0][0], results[1][0])
+    # The layouts differ, what they hold does not.
+    assert_close(*(stored_values(cache) for _, cache in results))
 
 
 LENGTHS = {
@@ -222,10 +263,16 @@ def test_attention_equals_reference(
     head_dim: int,
 ) -> None:
     batch = make_batch(lengths, block_size)
-    cache = make_cache(batch, kv_heads, head_dim, dtype)
     q = torch.randn(batch.positions.numel(), heads * head_dim, dtype=dtype)
     results = [
-        ops.attention(q, cache, batch, scale=0.2, sliding_window=None, softcap=None)
+        ops.attention(
+            q,
+            fill_cache(ops, batch, kv_heads, head_dim, dtype),
+            batch,
+            scale=0.2,
+            sliding_window=None,
+            softcap=None,
+        )
         for ops in (kernels(dtype), TorchOps())
     ]
     assert_close(*results)
@@ -241,10 +288,16 @@ def test_attention_limits_equal_reference(
     softcap: float | None,
 ) -> None:
     batch = make_batch(lengths, 16)
-    cache = make_cache(batch, 2, 32, dtype)
     q = torch.randn(batch.positions.numel(), 6 * 32, dtype=dtype)
     results = [
-        ops.attention(q, cache, batch, scale=0.3, sliding_window=window, softcap=softcap)
+        ops.attention(
+            q,
+            fill_cache(ops, batch, 2, 32, dtype),
+            batch,
+            scale=0.3,
+            sliding_window=window,
+            softcap=softcap,
+        )
         for ops in (kernels(dtype), TorchOps())
     ]
     assert_close(*results)
@@ -254,10 +307,10 @@ def test_attention_takes_queries_inside_a_wider_row(
     kernels: Callable[[torch.dtype], CpuOps], dtype: torch.dtype
 ) -> None:
     batch = make_batch([(30, 1), (40, 8)], 16)
-    cache = make_cache(batch, 2, 32, dtype)
     qkv = torch.randn(9, 6 * 32, dtype=dtype)
     q = qkv[:, : 2 * 32]
     ops = kernels(dtype)
+    cache = fill_cache(ops, batch, 2, 32, dtype)
     limits = {"scale": 0.2, "sliding_window": None, "softcap": None}
     assert torch.equal(
         ops.attention(q, cache, batch, **limits),  # type: ignore[arg-type]
@@ -271,8 +324,8 @@ def test_attention_of_a_sequence_has_the_same_bits_in_any_company(
     """Whole prompt, chunks, single tokens, among others, on one thread and on four."""
     context = 700
     batch = make_batch([(context, context), (300, 1), (90, 50)], 16)
-    cache = make_cache(batch, 1, 64, dtype)
     ops = kernels(dtype)
+    cache = fill_cache(ops, batch, 1, 64, dtype)
     rows = torch.randn(context + 51, 3 * 64, dtype=dtype)
     table = batch.block_table
 
@@ -313,7 +366,7 @@ def test_argmax_is_the_first_of_the_largest(
 def _call_with_short_table(ops: CpuOps, x: Tensor, weight: Tensor) -> Tensor:
     batch = make_batch([(4, 4)], 16)
     batch.block_table = batch.block_table[:, :0]
-    cache = x.view(4, 2, 4)
+    cache = ops.make_kv_cache(16, 1, 4, dtype=x.dtype, device=x.device)
     return ops.attention(x, cache, batch, scale=1.0, sliding_window=None, softcap=None)
 
 

@@ -2,8 +2,8 @@
 //
 // Work is cut into (sequence, key/value head, tile of queries); the query heads that share a
 // key/value head are rows of one tile, so each key is read once for all of them. Per tile of keys:
-// pack K transposed and V, multiply, soften against the tile's own maximum, multiply, and fold the
-// tile into the running (maximum, sum, output) of each row, in the order of the keys.
+// multiply with K, soften against the tile's own maximum, multiply with V, and fold the tile into
+// the running (maximum, sum, output) of each row, in the order of the keys.
 //
 // A row's result depends on its query and on the keys it sees, by absolute position, and on nothing
 // else: tiles start at multiples of 64, each is computed by itself, and folding goes from the first
@@ -16,8 +16,8 @@
 #include <memory>
 #include <vector>
 
+#include "cpu_cache.h"
 #include "cpu_parallel.h"
-#include "cpu_vector.h"
 
 struct AttentionBatch {
     int64_t num_seqs, block_size, table_width;
@@ -33,11 +33,10 @@ struct AttentionShape {
     float softcap;  // 0: none
 };
 
-constexpr int64_t MAX_HEAD_DIM = 512;
-
 namespace {
 
 constexpr int64_t TILE = 64;   // keys
+constexpr int64_t GROUPS = TILE / GROUP;
 constexpr int64_t ROWS = 96;   // wanted rows (queries x heads of a group) in a tile of queries
 // Registers: MR x NV accumulators, NV operands and a broadcast must fit (32 or 16 vectors).
 #if VECTOR_BYTES == 64 || defined(__aarch64__)
@@ -46,158 +45,115 @@ constexpr int MR = 6, NV = 4;
 constexpr int MR = 4, NV = 2;
 #endif
 
-// What a product's operands are made of. A unit has 32 bits: a float, or two bfloat16 that are
-// neighbours along the summed dimension and are multiplied by one instruction.
-struct FloatUnit {
-    static constexpr int64_t per_unit = 1;
-    typedef float type;
-    static inline vf multiply_add(vf c, vf a, vf b) { return a * b + c; }
+// A tile of keys in the cache, or a copy of it; null where the tile has no more groups.
+template <class T>
+struct Tile {
+    const T *keys[GROUPS], *values[GROUPS];
 };
 
-#if HAS_BF16_DOT
-struct PairUnit {
-    static constexpr int64_t per_unit = 2;
-    typedef bf16 type;
-    static inline vf multiply_add(vf c, vf a, vf b) {
-        return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-    }
-};
-template <class T>
-struct UnitOf {
-    typedef FloatUnit type;
-};
-template <>
-struct UnitOf<bf16> {
-    typedef PairUnit type;
-};
-#else
-template <class T>
-struct UnitOf {
-    typedef FloatUnit type;
-};
-#endif
-
-// c [M, n vectors] = a [M, depth units] b [depth units, n vectors]; strides in units or floats.
-template <class U, int M, int N>
-void multiply_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                    int64_t c_stride, int64_t depth) {
-    vf total[M][N] = {};
-    for (int64_t k = 0; k < depth; k++) {
+// Scores [M, N vectors] = queries [M, depth units] . keys; vectors from `first` on.
+template <class U, int M, int N, class T>
+void score_block(const float* queries, int64_t stride, const Tile<T>& tile, int64_t first,
+                 float* scores, int64_t depth) {
+    constexpr int64_t vectors = GROUP / W;  // in a group
+    const T* keys[N];
+    for (int j = 0; j < N; j++)
+        keys[j] = tile.keys[(first + j) / vectors] + (first + j) % vectors * W * U::per_unit;
+    vf total[M][N];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) total[i][j] = vf{};
+    for (int64_t u = 0; u < depth; u++) {
         vf right[N];
-        for (int j = 0; j < N; j++) right[j] = load(b + k * b_stride + j * W);
+        for (int j = 0; j < N; j++) right[j] = U::load_units(keys[j] + u * GROUP * U::per_unit);
         for (int i = 0; i < M; i++) {
-            vf left = (vf)(vu{} + read<uint32_t>(a + i * a_stride + k));
+            vf left = spread(queries + i * stride + u);
             for (int j = 0; j < N; j++) total[i][j] = U::multiply_add(total[i][j], left, right[j]);
         }
     }
     for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) store(c + i * c_stride + j * W, total[i][j]);
+        for (int j = 0; j < N; j++) store(scores + i * TILE + (first + j) * W, total[i][j]);
 }
 
-template <class U, int M>
-void multiply_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                   int64_t c_stride, int64_t depth, int64_t vectors) {
-    int64_t j = 0;
-    for (; j + NV <= vectors; j += NV)
-        multiply_block<U, M, NV>(a, a_stride, b + j * W, b_stride, c + j * W, c_stride, depth);
-    for (; j < vectors; j++)
-        multiply_block<U, M, 1>(a, a_stride, b + j * W, b_stride, c + j * W, c_stride, depth);
-}
-
-template <class U, int M = MR>
-void multiply(int rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-              float* c, int64_t c_stride, int64_t depth, int64_t vectors) {
-    if constexpr (M > 0) {
-        if (rows == M)
-            multiply_rows<U, M>(a, a_stride, b, b_stride, c, c_stride, depth, vectors);
-        else
-            multiply<U, M - 1>(rows, a, a_stride, b, b_stride, c, c_stride, depth, vectors);
-    }
-}
-
-inline int64_t round_up(int64_t x, int64_t multiple) {
-    return (x + multiple - 1) / multiple * multiple;
-}
-
-// `size` elements of a row as units of type U: whole vectors, zeros behind the row's end.
-template <class U, class T>
-inline vu load_units(const T* row, int64_t unit, int64_t size) {
-    int64_t first = unit * U::per_unit, left = size - first;
-    if constexpr (U::per_unit == 1) {
-        return (vu)(left >= W ? load(row + first) : load_part(row + first, left > 0 ? left : 0));
-    } else {
-        if (left >= 2 * W) return read<vu>(row + first);
-        bf16 padded[2 * W] = {};
-        for (int64_t i = 0; i < left; i++) padded[i] = row[first + i];
-        return read<vu>(padded);
-    }
-}
-
-// packed [units, TILE]: unit u of key j at u * TILE + j. Missing keys (null rows) are zeros.
-template <class U, class T>
-void pack_keys(float* packed, const T* const* rows, int64_t head_dim, int64_t units) {
-    for (int64_t j = 0; j < TILE; j += W) {
-        if (!rows[j]) {  // none of these W keys is there
-            for (int64_t u = 0; u < units; u++) store(packed + u * TILE + j, vf{});
-            continue;
-        }
-        for (int64_t u = 0; u < units; u += W) {
-            vu block[W];
-            for (int i = 0; i < W; i++)
-                block[i] = rows[j + i] ? load_units<U>(rows[j + i], u, head_dim) : vu{};
-            transpose(block);
-            for (int i = 0; i < W; i++) write(packed + (u + i) * TILE + j, block[i]);
-        }
-    }
-}
-
-// packed [TILE / per_unit, out_floats]: rows of V, or pairs of rows interleaved.
-template <class U, class T>
-void pack_values(float* packed, const T* const* rows, int64_t head_dim, int64_t out_floats) {
-    for (int64_t j = 0; j < TILE && rows[j]; j += U::per_unit, packed += out_floats)
-        for (int64_t d = 0; d < out_floats; d += W) {
-            int64_t left = head_dim - d;
-            vf first = left >= W ? load(rows[j] + d) : load_part(rows[j] + d, left);
-            if constexpr (U::per_unit == 1) {
-                store(packed + d, first);
-            } else {
-                const T* row = rows[j + 1];
-                vf second = !row ? vf{} : left >= W ? load(row + d) : load_part(row + d, left);
-                // a widened bfloat16 has its bits in the upper half
-                write(packed + d, ((vu)first >> 16) | (vu)second);
+// out [M, N vectors] = weights [M, depth units] . values; columns from `column` on.
+template <class U, int M, int N, class T>
+void mix_block(const float* weights, const Tile<T>& tile, int64_t column, int64_t padded_dim,
+               float* out, int64_t depth) {
+    constexpr int64_t group_units = GROUP / U::per_unit;
+    vf total[M][N];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) total[i][j] = vf{};
+    for (int64_t g = 0; g * group_units < depth; g++) {
+        const T* values = tile.values[g] + column * U::per_unit;
+        int64_t left = depth - g * group_units, units = left < group_units ? left : group_units;
+        for (int64_t u = 0; u < units; u++, values += padded_dim * U::per_unit) {
+            vf right[N];
+            for (int j = 0; j < N; j++) right[j] = U::load_units(values + j * W * U::per_unit);
+            for (int i = 0; i < M; i++) {
+                vf left = spread(weights + i * TILE + g * group_units + u);
+                for (int j = 0; j < N; j++)
+                    total[i][j] = U::multiply_add(total[i][j], left, right[j]);
             }
         }
+    }
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) store(out + i * padded_dim + column + j * W, total[i][j]);
 }
 
-// Scores of one row -> probabilities against the row's own maximum, and their sum. Keys outside
-// [low, high) are hidden; `width` scores, whole vectors, are read and written.
+// The two products for up to MR rows, M of them.
+template <class U, int M = MR, class T>
+void score(int rows, const float* queries, int64_t stride, const Tile<T>& tile, float* scores,
+           int64_t depth, int64_t vectors) {
+    if constexpr (M > 0) {
+        if (rows < M) return score<U, M - 1>(rows, queries, stride, tile, scores, depth, vectors);
+        int64_t j = 0;
+        for (; j + NV <= vectors; j += NV)
+            score_block<U, M, NV>(queries, stride, tile, j, scores, depth);
+        for (; j < vectors; j++) score_block<U, M, 1>(queries, stride, tile, j, scores, depth);
+    }
+}
+
+template <class U, int M = MR, class T>
+void mix(int rows, const float* weights, const Tile<T>& tile, int64_t padded_dim, float* out,
+         int64_t depth) {
+    if constexpr (M > 0) {
+        if (rows < M) return mix<U, M - 1>(rows, weights, tile, padded_dim, out, depth);
+        int64_t d = 0;
+        for (; d + NV * W <= padded_dim; d += NV * W)
+            mix_block<U, M, NV>(weights, tile, d, padded_dim, out, depth);
+        for (; d < padded_dim; d += W) mix_block<U, M, 1>(weights, tile, d, padded_dim, out, depth);
+    }
+}
+
+// Scores of one row over a tile -> probabilities against the row's own maximum, and their sum.
+// Keys outside [low, high) are hidden, whatever stands in their scores.
 template <class U>
-__attribute__((noinline)) void soften(float* scores, int64_t low, int64_t high, int64_t width,
+__attribute__((noinline)) void soften(float* scores, int64_t low, int64_t high,
                                       const AttentionShape& shape, float* maximum_out,
                                       float* sum_out) {
+    constexpr int vectors = TILE / W;
     int32_t lane_numbers[W];
     for (int i = 0; i < W; i++) lane_numbers[i] = i;
     const vi lanes = read<vi>(lane_numbers);
-    vf most = splat(-INFINITY);
-    for (int64_t j = 0; j < width; j += W) {
-        vf s = load(scores + j) * shape.scale;
-        if (shape.softcap > 0.0f) s = shape.softcap * tanh(s / shape.softcap);
-        vi key = lanes + int32_t(j);
-        s = ((key >= int32_t(low)) & (key < int32_t(high))) ? s : splat(-INFINITY);
-        most = maximum(s, most);
-        store(scores + j, s);
+    vf s[vectors];
+    for (int j = 0; j < vectors; j++) {
+        s[j] = load(scores + j * W) * shape.scale;
+        if (shape.softcap > 0.0f) s[j] = shape.softcap * tanh(s[j] / shape.softcap);
+        vi key = lanes + j * W;
+        s[j] = ((key >= int32_t(low)) & (key < int32_t(high))) ? s[j] : splat(-INFINITY);
     }
+    vf most = s[0];
+    for (int j = 1; j < vectors; j++) most = maximum(s[j], most);
     float top = maximum(most);
     *maximum_out = top;
     if (top == -INFINITY) top = 0.0f;
     vf total = {};
-    for (int64_t j = 0; j < width; j += W) {
-        vf p = exp(load(scores + j) - top);
+    for (int j = 0; j < vectors; j++) {
+        vf p = exp(s[j] - top);
         total += p;
         if constexpr (U::per_unit == 1)
-            store(scores + j, p);
-        else  // in place: what is written lies before what is read next
-            store(reinterpret_cast<bf16*>(scores) + j, p);
+            store(scores + j * W, p);
+        else
+            store(reinterpret_cast<bf16*>(scores) + j * W, p);
     }
     *sum_out = sum(total);
 }
@@ -230,9 +186,11 @@ __attribute__((noinline)) void fold_row(const Partial& running, const Partial& t
     if (top == -INFINITY) return;  // the row sees no key of the tile
     float before = *running.maxima;
     float after = before > top ? before : top;
-    vf keep = exp(splat(before - after)), take = exp(splat(top - after));
+    vf changes = {before - after, top - after};
+    changes = exp(changes);
+    vf keep = splat(changes[0]), take = splat(changes[1]);
     *running.maxima = after;
-    *running.sums = *running.sums * keep[0] + *tile.sums * take[0];
+    *running.sums = *running.sums * changes[0] + *tile.sums * changes[1];
     for (int64_t d = 0; d < out_floats; d += W)
         store(running.out + d, load(running.out + d) * keep + load(tile.out + d) * take);
 }
@@ -257,11 +215,12 @@ class Attention {
 
   public:
     Attention(const AttentionBatch& batch, const AttentionShape& shape, T* out, const T* q,
-              const T* cache, int64_t threads)
-        : batch_(batch), shape_(shape), out_(out), q_(q), cache_(cache), threads_(threads),
+              T* cache, int64_t threads)
+        : batch_(batch), shape_(shape), out_(out), q_(q),
+          cache_{cache, shape.num_kv_heads, shape.head_dim}, threads_(threads),
           group_(shape.num_heads / shape.num_kv_heads),
-          depth_((shape.head_dim + U::per_unit - 1) / U::per_unit),
-          units_(round_up(depth_, W)), out_floats_(round_up(shape.head_dim, W)) {}
+          depth_(shape.head_dim / U::per_unit), units_(round_up(depth_, W)),
+          out_floats_(cache_.padded_dim()) {}
 
     void run() {
         plan();
@@ -270,7 +229,7 @@ class Attention {
 
   private:
     struct Buffers {
-        float *queries, *keys, *values, *scores;
+        float *queries, *spare, *scores;
         Partial running, tile;
     };
 
@@ -319,14 +278,13 @@ class Attention {
     }
 
     Buffers buffers(int64_t rows) const {
-        int64_t sizes[] = {rows * units_, TILE * units_, TILE * out_floats_, MR * TILE,
+        int64_t sizes[] = {rows * units_, 2 * TILE * out_floats_, MR * TILE,
                            Partial::floats(rows, out_floats_), Partial::floats(MR, out_floats_)};
-        int64_t starts[7] = {};
-        for (int i = 0; i < 6; i++) starts[i + 1] = starts[i] + round_up(sizes[i], 16);
-        float* memory = worker_scratch.floats(starts[6]);
-        return {memory, memory + starts[1], memory + starts[2], memory + starts[3],
-                Partial::at(memory + starts[4], rows),
-                Partial::at(memory + starts[5], MR)};
+        int64_t starts[6] = {};
+        for (int i = 0; i < 5; i++) starts[i + 1] = starts[i] + round_up(sizes[i], 16);
+        float* memory = worker_scratch.floats(starts[5]);
+        return {memory, memory + starts[1], memory + starts[2],
+                Partial::at(memory + starts[3], rows), Partial::at(memory + starts[4], MR)};
     }
 
     Partial kept_tile(const Item& item, int64_t tile) const {
@@ -369,52 +327,80 @@ class Attention {
             for (int64_t g = 0; g < group_; g++, packed += units_) {
                 const T* row = q_ + (start + i) * shape_.query_stride +
                                (item.head * group_ + g) * shape_.head_dim;
-                for (int64_t u = 0; u < units_; u += W)
-                    write(packed + u, load_units<U>(row, u, shape_.head_dim));
+                if constexpr (U::per_unit == 1)
+                    for (int64_t d = 0; d < depth_; d++) packed[d] = load1(row + d);
+                else
+                    std::memcpy(packed, row, shape_.head_dim * sizeof(T));
             }
     }
 
-    // Addresses of a tile's keys, of `count` keys that are there; null behind them.
-    void find_rows(const Item& item, int64_t tile, int64_t count, const T** keys) const {
+    // Where a tile's first `count` keys stand; `spare` holds what has to be copied.
+    Tile<T> find(const Item& item, int64_t index, int64_t count, T* spare) const {
         const int32_t* table = batch_.block_table + item.seq * batch_.table_width;
-        int64_t token_size = 2 * shape_.num_kv_heads * shape_.head_dim;
-        int64_t block = tile * TILE / batch_.block_size, offset = tile * TILE % batch_.block_size;
-        for (int64_t j = 0; j < TILE; j++) {
-            keys[j] = nullptr;
-            if (j >= count) continue;
-            int64_t slot = table[block] * batch_.block_size + offset;
-            keys[j] = cache_ + slot * token_size + item.head * shape_.head_dim;
-            if (++offset == batch_.block_size) block++, offset = 0;
+        int64_t size = cache_.group_size();
+        Tile<T> tile = {};
+        for (int64_t g = 0; g * GROUP < count; g++) {
+            int64_t position = index * TILE + g * GROUP;
+            if (batch_.block_size % GROUP == 0) {
+                int64_t slot = table[position / batch_.block_size] * batch_.block_size +
+                               position % batch_.block_size;
+                tile.keys[g] = cache_.keys(slot / GROUP, item.head);
+                tile.values[g] = cache_.values(slot / GROUP, item.head);
+                continue;
+            }
+            // Smaller blocks: these positions lie in several groups, and are brought together.
+            T* keys = spare + 2 * g * size;
+            T* values = keys + size;
+            std::memset(keys, 0, 2 * size * sizeof(T));
+            for (int64_t lane = 0; lane < GROUP && g * GROUP + lane < count; lane++, position++) {
+                int64_t slot = table[position / batch_.block_size] * batch_.block_size +
+                               position % batch_.block_size;
+                const T* from_keys = cache_.keys(slot / GROUP, item.head);
+                const T* from_values = cache_.values(slot / GROUP, item.head);
+                for (int64_t d = 0; d < shape_.head_dim; d++) {
+                    keys[cache_.key_place(lane, d)] = from_keys[cache_.key_place(slot % GROUP, d)];
+                    values[cache_.value_place(lane, d)] =
+                        from_values[cache_.value_place(slot % GROUP, d)];
+                }
+            }
+            tile.keys[g] = keys;
+            tile.values[g] = values;
         }
+        if (count % U::per_unit) {
+            // The last value shares its units with a slot not yet written, whose bits are anything:
+            // weight 0 times not-a-number would spoil the sum.
+            int64_t g = count / GROUP;
+            T* values = spare + (2 * g + 1) * size;
+            if (values != tile.values[g]) std::memcpy(values, tile.values[g], size * sizeof(T));
+            for (int64_t d = 0; d < shape_.head_dim; d++)
+                values[cache_.value_place(count % GROUP, d)] = T{};
+            tile.values[g] = values;
+        }
+        return tile;
     }
 
     // One tile of keys for all rows of an item: folded into to.running, or kept.
-    void attend(const Item& item, int64_t tile, const Buffers& to, const Partial* kept) const {
+    void attend(const Item& item, int64_t index, const Buffers& to, const Partial* kept) const {
         int64_t rows = item.queries * group_;
         int64_t newest = position(item.seq, item.first_query + item.queries - 1);
-        int64_t count = newest + 1 - tile * TILE < TILE ? newest + 1 - tile * TILE : TILE;
-        const T* addresses[TILE];
-        find_rows(item, tile, count, addresses);
-        pack_keys<U>(to.keys, addresses, shape_.head_dim, units_);
-        for (int64_t j = 0; j < count; j++) addresses[j] += shape_.num_kv_heads * shape_.head_dim;
-        pack_values<U>(to.values, addresses, shape_.head_dim, out_floats_);
+        int64_t count = newest + 1 - index * TILE < TILE ? newest + 1 - index * TILE : TILE;
+        Tile<T> tile = find(item, index, count, reinterpret_cast<T*>(to.spare));
         for (int64_t row = 0; row < rows; row += MR) {
             int block = int(rows - row < MR ? rows - row : MR);
             // Keys of the tile that the block's last row sees; earlier rows see no others.
-            int64_t high = seen(item, row + block - 1, tile);
+            int64_t high = seen(item, row + block - 1, index);
             if (high <= 0) continue;
-            int64_t width = round_up(high, W);
-            multiply<U>(block, to.queries + row * units_, units_, to.keys, TILE, to.scores, TILE,
-                        depth_, width / W);
+            score<U>(block, to.queries + row * units_, units_, tile, to.scores, depth_,
+                     round_up(high, W) / W);
             Partial result = kept ? kept->from(row, out_floats_) : to.tile;
             for (int i = 0; i < block; i++) {
-                int64_t end = seen(item, row + i, tile);
-                int64_t low = shape_.window ? seen(item, row + i, tile, shape_.window) : 0;
-                soften<U>(to.scores + i * TILE, low, end, width, shape_, result.maxima + i,
+                int64_t end = seen(item, row + i, index);
+                int64_t low = shape_.window ? seen(item, row + i, index, shape_.window) : 0;
+                soften<U>(to.scores + i * TILE, low, end, shape_, result.maxima + i,
                           result.sums + i);
             }
-            multiply<U>(block, to.scores, TILE, to.values, out_floats_, result.out, out_floats_,
-                        (high + U::per_unit - 1) / U::per_unit, out_floats_ / W);
+            mix<U>(block, to.scores, tile, out_floats_, result.out,
+                   (high + U::per_unit - 1) / U::per_unit);
             if (kept) continue;
             for (int i = 0; i < block; i++)
                 fold_row(to.running.from(row + i, out_floats_), to.tile.from(i, out_floats_),
@@ -451,7 +437,7 @@ class Attention {
     const AttentionShape& shape_;
     T* out_;
     const T* q_;
-    const T* cache_;
+    Cache<T> cache_;
     int64_t threads_, group_, depth_, units_, out_floats_;
     std::vector<Item> items_;
     std::vector<Part> parts_;
@@ -461,7 +447,7 @@ class Attention {
 
 template <class T>
 void attention(const AttentionBatch& batch, const AttentionShape& shape, T* out, const T* q,
-               const T* cache, int64_t threads) {
+               T* cache, int64_t threads) {
     Attention<T>(batch, shape, out, q, cache, threads).run();
 }
 

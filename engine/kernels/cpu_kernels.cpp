@@ -202,8 +202,7 @@ void rope_and_store(const RopeShape& shape, T* qkv, const float* cos, const floa
         const float* s = cos ? sin + token * half : nullptr;
         turn_heads(q, N, q_weight, c, s, shape);
         turn_heads(k, M, k_weight, c, s, shape);
-        if (slots[token] >= 0)
-            std::memcpy(cache + slots[token] * 2 * M * D, k, 2 * M * D * sizeof(T));
+        if (slots[token] >= 0) Cache<T>{cache, M, D}.write(slots[token], k, k + M * D);
     });
 }
 
@@ -248,7 +247,7 @@ void argmax(int64_t* out, const T* x, int64_t rows, int64_t size, int64_t thread
         rope_and_store(*shape, qkv, cos, sin, slots, cache, q_weight, k_weight, threads);         \
     }                                                                                             \
     void attention_##NAME(const AttentionBatch* batch, const AttentionShape* shape, T* out,       \
-                          const T* q, const T* cache, int64_t threads) {                          \
+                          const T* q, T* cache, int64_t threads) {                                \
         attention(*batch, *shape, out, q, cache, threads);                                        \
     }                                                                                             \
     void argmax_##NAME(int64_t* out, const T* x, int64_t rows, int64_t size, int64_t threads) {   \

@@ -22,7 +22,9 @@ from llmbench.engine.models.architecture import Activation
 _ACTIVATION_CODES: dict[Activation, int] = {
     name: code for code, name in enumerate(get_args(Activation))
 }
-_MAX_HEAD_DIM = 512  # MAX_HEAD_DIM in cpu_attention.h
+# MAX_HEAD_DIM and GROUP in cpu_cache.h.
+_MAX_HEAD_DIM = 512
+_GROUP = 16
 
 _int, _float, _pointer = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -96,6 +98,25 @@ class CpuOps(TorchOps):
         self._attention = kernel("attention")
         self._argmax = kernel("argmax")
 
+    def make_kv_cache(
+        self,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """A zeroed KV cache of one layer in the layout of cpu_cache.h.
+
+        Its shape [groups, 2 M, 16, D] tells the sizes, not the order of the elements.
+        """
+        _check(dtype is self.dtype and device.type == "cpu", "type of KV cache", (dtype, device))
+        _check(head_dim <= _MAX_HEAD_DIM and head_dim % 2 == 0, "head_dim", head_dim)
+        padded_dim = -(-head_dim // _GROUP) * _GROUP
+        shape = (-(-num_slots // _GROUP), 2 * num_kv_heads, _GROUP, padded_dim)
+        return torch.zeros(shape, dtype=dtype)[..., :head_dim]
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of the rows of x [T, H]; weight [H] is float32."""
         return self._norm_rms(x, None, weight, eps)
@@ -139,9 +160,9 @@ class CpuOps(TorchOps):
     ) -> None:
         """Norm and rotate queries and keys in place, then write keys and values at their slots."""
         num_tokens, width = qkv.shape
-        _check(head_dim <= _MAX_HEAD_DIM, "head_dim", head_dim)
         _check(width == (num_heads + 2 * num_kv_heads) * head_dim, "width of qkv", width)
-        _check(kv_cache.shape[1:] == (2 * num_kv_heads, head_dim), "kv_cache", kv_cache.shape)
+        _check(kv_cache.dtype is self.dtype, "kv_cache", kv_cache.dtype)
+        _check(kv_cache.shape[1:] == (2 * num_kv_heads, _GROUP, head_dim), "kv_cache", kv_cache)
         _check(
             slot_mapping.dtype is torch.int64 and slot_mapping.is_contiguous(),
             "slot_mapping",
@@ -165,7 +186,7 @@ class CpuOps(TorchOps):
             _float_address(cos),
             _float_address(sin),
             slot_mapping.data_ptr(),
-            self._address(kv_cache),
+            kv_cache.data_ptr(),
             _float_address(q_norm_weight),
             _float_address(k_norm_weight),
             torch.get_num_threads(),
@@ -183,10 +204,10 @@ class CpuOps(TorchOps):
     ) -> Tensor:
         """Causal attention of each sequence's new tokens over its cached ones -> [T, N * D]."""
         num_tokens, width = q.shape
-        head_dim = kv_cache.shape[2]
-        num_kv_heads = kv_cache.shape[1] // 2
+        _, doubled, group, head_dim = kv_cache.shape
+        num_kv_heads = doubled // 2
         num_heads = width // head_dim
-        _check(head_dim <= _MAX_HEAD_DIM, "head_dim", head_dim)
+        _check(kv_cache.dtype is self.dtype and group == _GROUP, "kv_cache", kv_cache.dtype)
         _check(num_heads % num_kv_heads == 0, "number of query heads", num_heads)
         _check(q.dtype is self.dtype and q.stride(1) == 1, "q", (q.dtype, q.stride()))
         arguments = batch.derived.get("cpu_attention")
@@ -207,7 +228,7 @@ class CpuOps(TorchOps):
             ctypes.addressof(shape),
             out.data_ptr(),
             q.data_ptr(),
-            self._address(kv_cache),
+            kv_cache.data_ptr(),
             torch.get_num_threads(),
         )
         return out

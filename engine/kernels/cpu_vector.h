@@ -18,9 +18,12 @@
 // Two bfloat16 products added to a float32 in each lane, as one instruction.
 #if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
 #define HAS_BF16_DOT 1
-#include <immintrin.h>
 #else
 #define HAS_BF16_DOT 0
+#endif
+
+#if VECTOR_BYTES == 64
+#include <immintrin.h>
 #endif
 
 constexpr int W = VECTOR_BYTES / 4;  // lanes
@@ -48,9 +51,16 @@ static inline void write(P* p, V v) {
 
 static inline vf splat(float x) { return vf{} + x; }
 
+// The 32 bits at p in each lane.
+static inline vf spread(const float* p) { return (vf)(vu{} + read<uint32_t>(p)); }
+
 static inline vf load(const float* p) { return read<vf>(p); }
 static inline vf load(const bf16* p) {
+#if VECTOR_BYTES == 64  // GCC 12 splits the conversion
+    return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)read<vh>(p)) << 16);
+#else
     return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16);
+#endif
 }
 
 static inline float load1(const float* p) { return *p; }
@@ -98,20 +108,32 @@ static inline void store_part(T* p, vf x, int64_t n) {
 
 static inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
-static inline float sum(vf x) {
-    float lanes[W];
-    store(lanes, x);
-    for (int s = W / 2; s > 0; s /= 2)
-        for (int i = 0; i < s; i++) lanes[i] += lanes[i + s];
-    return lanes[0];
+// Lane i of the result is lane i ^ S of x.
+template <int S, size_t... I>
+static inline vf swap_lanes(vf x, std::index_sequence<I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(x, x, (I ^ S)...);
+#else
+    return __builtin_shuffle(x, vi{(I ^ S)...});
+#endif
 }
 
+template <int S = W / 2>
+static inline float sum(vf x) {
+    x += swap_lanes<S>(x, std::make_index_sequence<W>());
+    if constexpr (S > 1)
+        return sum<S / 2>(x);
+    else
+        return x[0];
+}
+
+template <int S = W / 2>
 static inline float maximum(vf x) {
-    float lanes[W];
-    store(lanes, x);
-    for (int s = W / 2; s > 0; s /= 2)
-        for (int i = 0; i < s; i++) lanes[i] = lanes[i] > lanes[i + s] ? lanes[i] : lanes[i + s];
-    return lanes[0];
+    x = maximum(swap_lanes<S>(x, std::make_index_sequence<W>()), x);
+    if constexpr (S > 1)
+        return maximum<S / 2>(x);
+    else
+        return x[0];
 }
 
 // exp(x) to 2 units in the last place (Cephes expf: Cody-Waite reduction by ln 2, a polynomial of
@@ -151,30 +173,3 @@ static inline vf erf(vf x) {
     vf positive = 1.0f - p * t * exp(-size * size);
     return x < 0.0f ? -positive : positive;
 }
-
-// Lanes of a and b as one stage of a transposition takes them: S is the distance swapped.
-template <int S, bool HIGH, size_t... I>
-static inline vu exchange(vu a, vu b, std::index_sequence<I...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-    return __builtin_shufflevector(
-        a, b, (HIGH ? ((I & S) ? W + I : I + S) : ((I & S) ? W + I - S : I))...);
-#else
-    return __builtin_shuffle(
-        a, b, vu{(HIGH ? ((I & S) ? W + I : I + S) : ((I & S) ? W + I - S : I))...});
-#endif
-}
-
-template <int S>
-static inline void transpose_stage(vu* rows) {
-    using lanes = std::make_index_sequence<W>;
-    for (int i = 0; i < W; i++) {
-        if (i & S) continue;
-        vu a = rows[i], b = rows[i + S];
-        rows[i] = exchange<S, false>(a, b, lanes());
-        rows[i + S] = exchange<S, true>(a, b, lanes());
-    }
-    if constexpr (S > 1) transpose_stage<S / 2>(rows);
-}
-
-// W rows of W 32-bit units, in place.
-static inline void transpose(vu* rows) { transpose_stage<W / 2>(rows); }

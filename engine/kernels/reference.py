@@ -34,6 +34,22 @@ class TorchOps:
     name = "torch"
     """Which kernels these are, for the step record."""
 
+    def make_kv_cache(
+        self,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """A zeroed KV cache of one layer, here [S, 2 M, D]: a token's key heads, then its values.
+
+        Only `rope_and_store` and `attention` of the same class know a cache's layout.
+        """
+        shape = (num_slots, 2 * num_kv_heads, head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm (Zhang and Sennrich 2019, eq. 4) of the rows of x [T, H].
 
@@ -93,8 +109,7 @@ class TorchOps:
         rotation pairs dimension i with i + R, as Hugging Face checkpoints do ("neox" style),
         and leaves dimensions from rotary_dim on as they are. A norm weight (float32) of D
         entries norms each head by itself, one of N * D or M * D all heads of a token together.
-        kv_cache [S, 2 M, D] holds a token's key heads, then its value heads. A token whose slot
-        is negative is not written.
+        kv_cache comes from `make_kv_cache`. A token whose slot is negative is not written.
         """
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         q, k, _ = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
