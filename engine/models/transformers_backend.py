@@ -232,8 +232,9 @@ def _read(folder: Path, hf_config: Any, options: dict[str, Any]) -> Any:
     from transformers.utils import logging
 
     hf_logging: Any = logging
-    had_bar = hf_logging.is_progress_bar_enabled()
+    had_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         causal_lm, info = _auto_model().from_pretrained(
             str(folder),
@@ -241,16 +242,19 @@ def _read(folder: Path, hf_config: Any, options: dict[str, Any]) -> Any:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
             **options,
         )
     except Exception as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     finally:
+        hf_logging.set_verbosity(verbosity)
         if had_bar:
             hf_logging.enable_progress_bar()
     for what in ("missing_keys", "mismatched_keys"):
         if info.get(what):
-            names = sorted(str(name) for name in info[what])
+            found = info[what]
+            names = sorted(name if isinstance(name, str) else str(name[0]) for name in found)
             raise CheckpointError(
                 f"{folder}: {what.replace('_', ' ')}: {', '.join(names[:3])}"
                 f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
