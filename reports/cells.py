@@ -241,5 +241,6 @@ def cells_frame(cells: Sequence[CellView]) -> pd.DataFrame:
                 row[f"{metric}_{name}"] = cell.statistic(metric, name)
                 row[f"{metric}_{name}_low"], row[f"{metric}_{name}_high"] = low, high
         rows.append(row)
-    frame = pd.DataFrame(rows)
-    return frame.astype({"max_concurrency": "Int64"}) if rows else frame
+    counts = [name for name in rows[0] if name.startswith("num_")] if rows else []
+    counts += ["max_concurrency", "total_input_tokens", "total_output_tokens", "peak_concurrency"]
+    return pd.DataFrame(rows).astype(dict.fromkeys(counts, "Int64") if rows else {})

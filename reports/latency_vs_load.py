@@ -120,24 +120,12 @@ def _draw_panel(
 def _draw_series(
     panel: Axes, metric: str, tail: str, series: LoadSeries, axis: LoadAxis, unit: Unit
 ) -> None:
-    style = series_style(series.index)
-    for name, dashes, marker in (("median", "-", style.marker), (tail, "--", "")):
-        points = [
-            (axis.position(axis.of(cell)), unit.of(value), cell.interval(metric, name))
-            for cell in series.cells
-            if cell.is_readable and (value := cell.statistic(metric, name)) is not None
-        ]
-        xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
-        if name == tail and len(points) == 1:
-            marker = "_"  # a dashed line needs two points
-        panel.plot(xs, ys, linestyle=dashes, color=style.color, marker=marker)
-        if name == "median":
-            banded = [(x, unit.of(ends[0]), unit.of(ends[1])) for x, _, ends in points if ends]
-            if len(banded) > 1:
-                xs, lows, highs = (list(column) for column in zip(*banded, strict=True))
-                panel.fill_between(xs, lows, highs, color=style.color, alpha=0.15, lw=0)
-            for x, low, high in banded[: len(banded) == 1]:
-                panel.plot([x, x], [low, high], color=style.color, marker="", linewidth=1)
+    closed = [cell for cell in series.cells if _is_closed_loop(cell, axis)]
+    along = [cell for cell in series.cells if cell not in closed]
+    for cells in (along, *([cell] for cell in closed)):
+        _draw_line(
+            panel, metric, tail, [cell for cell in cells if cell.is_readable], series, axis, unit
+        )
     for cell in series.cells:
         median = cell.statistic(metric, "median")
         if cell.is_readable:
@@ -155,6 +143,41 @@ def _draw_series(
             )
         else:
             panel.plot([x], [unit.of(median)], linestyle="", marker="x", color=FAULT_COLOR)
+
+
+def _draw_line(
+    panel: Axes,
+    metric: str,
+    tail: str,
+    cells: Sequence[CellView],
+    series: LoadSeries,
+    axis: LoadAxis,
+    unit: Unit,
+) -> None:
+    style = series_style(series.index)
+    for name, dashes, marker in (("median", "-", style.marker), (tail, "--", "")):
+        points = [
+            (axis.position(axis.of(cell)), unit.of(value), cell.interval(metric, name))
+            for cell in cells
+            if (value := cell.statistic(metric, name)) is not None
+        ]
+        if name == tail and len(points) == 1:
+            marker = "_"  # a dashed line needs two points
+        xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
+        panel.plot(xs, ys, linestyle=dashes, color=style.color, marker=marker)
+        if name == "median":
+            banded = [(x, unit.of(ends[0]), unit.of(ends[1])) for x, _, ends in points if ends]
+            if len(banded) > 1:
+                xs, lows, highs = (list(column) for column in zip(*banded, strict=True))
+                panel.fill_between(xs, lows, highs, color=style.color, alpha=0.15, lw=0)
+            for x, low, high in banded[: len(banded) == 1]:
+                panel.plot([x, x], [low, high], color=style.color, marker="", linewidth=1)
+
+
+def _is_closed_loop(cell: CellView, axis: LoadAxis) -> bool:
+    """Whether a cell among request rates has none: `inf` under a cap is a closed loop."""
+    is_rate = axis.kind == "request_rate"
+    return is_rate and math.isinf(cell.request_rate) and cell.max_concurrency is not None
 
 
 def _draw_saturation(panel: Axes, shown: Sequence[LoadSeries], axis: LoadAxis) -> None:
@@ -187,7 +210,9 @@ def _add_legend(
             [], [], color=QUIET_COLOR, marker="", linestyle=":", lw=1, label="saturated from here"
         )
     if any(not cell.is_readable for series in shown for cell in series.cells):
-        panel.plot([], [], color=FAULT_COLOR, marker="x", linestyle="", label="not valid")
+        panel.plot(
+            [], [], color=FAULT_COLOR, marker="x", linestyle="", label="incomplete or not valid"
+        )
     outside_legend(panel)
 
 
@@ -199,6 +224,8 @@ def _note(cells: Sequence[CellView], tail: str) -> str:
         parts.append(f"n = {span} requests a point; band: 95 % bootstrap interval of p50.")
         if tail != "p99" or not any(cell.statistic(E2EL, tail) for cell in cells):
             parts.append(f"{withheld_note('p99', sizes[-1], 'request')}.")
+    if any(_is_closed_loop(cell, load_axis(cells)) for cell in cells):
+        parts.append("inf under a cap is a closed loop: no request is due before a slot is free.")
     missing = [cell for cell in cells if cell.statistic(E2EL, "median") is None]
     if missing:
         parts.append(missing_note(missing))

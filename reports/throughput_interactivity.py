@@ -101,7 +101,11 @@ def throughput_interactivity(
             _draw_series(panel, one, dominated)
         if min_user_tok_s is not None:
             panel.axvline(
-                min_user_tok_s, color=QUIET_COLOR, linewidth=1, linestyle=":", label="objective"
+                min_user_tok_s,
+                color=QUIET_COLOR,
+                linewidth=1,
+                linestyle=":",
+                label="TPOT objective",
             )
         panel.set_ylabel(header("output throughput", TOKENS_PER_SECOND))
         from_zero(panel, "x", room=1.12)
@@ -142,7 +146,9 @@ def _add_legend(
     if dominated:
         panel.plot([], [], marker="o", markerfacecolor="white", label="dominated", **keys)
     if any(_is_drawn(cell) and not cell.is_readable for cell in cells):
-        panel.plot([], [], marker="x", linestyle="", color=FAULT_COLOR, label="not valid")
+        panel.plot(
+            [], [], marker="x", linestyle="", color=FAULT_COLOR, label="incomplete or not valid"
+        )
     if len(panel.get_legend_handles_labels()[0]) > 1:
         outside_legend(panel)
 
