@@ -55,6 +55,14 @@ def test_every_family_has_a_tiny_model(tiny_variants: dict[str, tuple[str, Any]]
     assert {model_type for model_type, _ in tiny_variants.values()} | {"gemma3"} == set(FAMILIES)
 
 
+def test_parameters_are_counted_as_transformers_does(
+    variant: str, tiny_model: Callable[[str], tuple[Path, Any]]
+) -> None:
+    reference = tiny_model(variant)[1]
+    expected = sum(parameter.numel() for parameter in reference.parameters())
+    assert architecture_of(reference.config).num_parameters == expected
+
+
 def test_head_dim_is_independent_of_hidden_size_over_heads(
     tmp_path: Path,
     random_model: Callable[..., Any],
