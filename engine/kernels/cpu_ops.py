@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
+from llmbench.engine.device import zeros
 from llmbench.engine.kernels.cpu_build import load_library
 from llmbench.engine.kernels.reference import TorchOps
 from llmbench.engine.models.architecture import Activation
@@ -115,7 +116,7 @@ class CpuOps(TorchOps):
         _check(head_dim <= _MAX_HEAD_DIM and head_dim % 2 == 0, "head_dim", head_dim)
         padded_dim = -(-head_dim // _GROUP) * _GROUP
         shape = (-(-num_slots // _GROUP), 2 * num_kv_heads, _GROUP, padded_dim)
-        return torch.zeros(shape, dtype=dtype)[..., :head_dim]
+        return zeros(shape, dtype, device)[..., :head_dim]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of the rows of x [T, H]; weight [H] is float32."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
+from llmbench.engine.device import zeros
 from llmbench.engine.models.architecture import Activation
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -48,7 +49,7 @@ class TorchOps:
         Only `rope_and_store` and `attention` of the same class know a cache's layout.
         """
         shape = (num_slots, 2 * num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return zeros(shape, dtype, device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm (Zhang and Sennrich 2019, eq. 4) of the rows of x [T, H].

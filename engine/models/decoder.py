@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
-from llmbench.engine.device import zeros
 from llmbench.engine.errors import CheckpointError
 from llmbench.engine.kernels.eager import EagerOps
 from llmbench.engine.kernels.reference import TorchOps
@@ -86,7 +85,7 @@ class DecoderLayer:
         self,
         hidden: Tensor,  # [T, H]
         rope_factors: tuple[Tensor, Tensor] | None,
-        kv_cache: Tensor,  # [num_slots, 2 * Hkv, D]
+        kv_cache: Tensor,  # from `make_kv_cache`
         batch: ForwardBatch,
     ) -> Tensor:
         """The layer's output [T, H]; `hidden` may be overwritten."""
@@ -219,9 +218,17 @@ class Decoder:
         self.lm_head = make_linear(head, None)
 
     def make_kv_cache(self, num_slots: int) -> list[Tensor]:
-        """Zeroed K/V tensors [num_slots, 2 * Hkv, D], one a layer."""
-        shape = (num_slots, 2 * self.arch.num_kv_heads, self.arch.head_dim)
-        return [zeros(shape, self.dtype, self.device) for _ in self.layers]
+        """Zeroed K/V tensors for so many token slots, one a layer, in the layout of the `ops`."""
+        return [
+            self.ops.make_kv_cache(
+                num_slots,
+                self.arch.num_kv_heads,
+                self.arch.head_dim,
+                dtype=self.dtype,
+                device=self.device,
+            )
+            for _ in self.layers
+        ]
 
     def forward(self, batch: ForwardBatch, kv_caches: list[Tensor]) -> Tensor:
         """Hidden states [T, H] before the final norm; writes K/V of the batch's tokens."""
