@@ -7,30 +7,66 @@ is late or lost is then the generator's own doing.
 """
 
 import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from llmbench.bench.client.engine_process import EngineProcess
-from llmbench.bench.client.events import EventLog
-from llmbench.bench.client.generator_process import LoadGenerator
-from llmbench.bench.client.messages import RunLoad
-from llmbench.bench.client.null_engine import make_null_engine
-from llmbench.bench.client.processes import connected_pair
-from llmbench.bench.workloads.arrivals import arrival_times
-from llmbench.bench.workloads.workload import RequestSpec
+from llmbench.bench.studies.study import Conclusion, Lab, Row, Study, require_positive
 
 PROMPT_TOKENS = 64
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadGeneratorSettings:
+    """Rates to send at, requests a second, and for how long."""
+
+    request_rates: tuple[float, ...] = (500.0, 1000.0, 2000.0)
+    duration_s: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "request_rates", "duration_s")
+
+
+def measure(settings: LoadGeneratorSettings, lab: Lab) -> Iterator[Row]:
+    """Yield a row for each rate."""
+    rates = settings.request_rates
+    for done, rate in enumerate(rates):
+        lab.progress(f"{rate:g} requests/s", done, len(rates))
+        path = lab.folder / f"events-rate={rate:g}.parquet"
+        yield measure_load_generator(rate, settings.duration_s, settings.seed, events_path=path)
+
+
 def measure_load_generator(
-    rate: float = 2000.0, duration_s: float = 5.0, seed: int = 0
-) -> dict[str, float | int]:
+    rate: float = 2000.0,
+    duration_s: float = 5.0,
+    seed: int = 0,
+    *,
+    events_path: Path | None = None,
+) -> Row:
     """Return send-time errors (s) and losses at `rate` requests/s against the null engine.
 
     `send_error_*_s` is sent - due; `round_trip_p50_s` is what the way through the connections
-    adds to every latency.
+    adds to every latency. The event log stays in `events_path`, if one is given.
     """
+    if events_path is not None:
+        return _row(rate, duration_s, seed, events_path)
+    with tempfile.TemporaryDirectory() as folder:
+        return _row(rate, duration_s, seed, Path(folder) / "events.parquet")
+
+
+def _row(rate: float, duration_s: float, seed: int, events_path: Path) -> Row:
+    from llmbench.bench.client.engine_process import EngineProcess
+    from llmbench.bench.client.events import EventLog
+    from llmbench.bench.client.generator_process import LoadGenerator
+    from llmbench.bench.client.messages import RunLoad
+    from llmbench.bench.client.null_engine import make_null_engine
+    from llmbench.bench.client.processes import connected_pair
+    from llmbench.bench.stats import summarize
+    from llmbench.bench.timelines import request_timelines
+    from llmbench.bench.workloads.arrivals import arrival_times
+    from llmbench.bench.workloads.workload import RequestSpec
+
     num_requests = max(1, round(rate * duration_s))
     requests = tuple(
         RequestSpec(index=index, prompt_token_ids=(index % 997,) * PROMPT_TOKENS, max_tokens=1)
@@ -41,40 +77,76 @@ def measure_load_generator(
     generator = LoadGenerator(generator_end)
     try:
         engine.wait_until_ready()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "events.parquet"
-            generator.run(
-                RunLoad(
-                    requests=requests,
-                    arrival_offsets=arrival_times(num_requests, rate, 1.0, seed),
-                    max_concurrency=None,
-                    time_limit_s=duration_s + 30.0,
-                    events_path=path,
-                )
+        generator.run(
+            RunLoad(
+                requests=requests,
+                arrival_offsets=arrival_times(num_requests, rate, 1.0, seed),
+                max_concurrency=None,
+                time_limit_s=duration_s + 30.0,
+                events_path=events_path,
             )
-            events = EventLog.read_parquet(path)
+        )
     finally:
         generator.stop()
         engine.stop()
-    due_s, sent_s, answered_s = {}, {}, {}
-    for event in events:
-        if event.kind == "scheduled":
-            due_s[event.request_index] = event.t_s
-        elif event.kind == "sent":
-            sent_s[event.request_index] = event.t_s
-        elif event.kind == "end":
-            answered_s[event.request_index] = event.t_s
-    errors_s = np.array([sent_s[index] - due_s[index] for index in sent_s])
-    round_trips_s = np.array([answered_s[index] - sent_s[index] for index in answered_s])
-    span_s = max(sent_s.values()) - min(sent_s.values())
+    timelines = request_timelines(EventLog.read_parquet(events_path))
+    sent = [request.sent_s for request in timelines if request.sent_s is not None]
+    span_s = max(sent) - min(sent)
+    num_answered = sum(request.is_completed for request in timelines)
+    errors = summarize(
+        [
+            request.sent_s - request.scheduled_s
+            for request in timelines
+            if request.sent_s is not None and request.scheduled_s is not None
+        ]
+    )
+    trips = summarize([request.e2el_s for request in timelines if request.e2el_s is not None])
     return {
-        "offered_rate_req_s": rate,
-        "achieved_rate_req_s": (len(sent_s) - 1) / span_s if span_s > 0 else 0.0,
+        "request_rate_req_s": rate,
+        "achieved_rate_req_s": (len(sent) - 1) / span_s if span_s > 0 else None,
         "num_requests": num_requests,
-        "num_sent": len(sent_s),
-        "num_lost": num_requests - len(answered_s),
-        "send_error_p50_s": float(np.percentile(errors_s, 50)),
-        "send_error_p99_s": float(np.percentile(errors_s, 99)),
-        "send_error_max_s": float(errors_s.max()),
-        "round_trip_p50_s": float(np.median(round_trips_s)),
+        "num_sent": len(sent),
+        "num_lost": num_requests - num_answered,
+        "send_error_p50_s": errors.median,
+        "send_error_p99_s": errors.p99,
+        "send_error_max_s": errors.max,
+        "round_trip_p50_s": trips.median,
     }
+
+
+def conclude(rows: Sequence[Row]) -> Conclusion:
+    """Say what the highest rate shows."""
+    columns = (
+        "request_rate_req_s",
+        "achieved_rate_req_s",
+        "num_requests",
+        "num_lost",
+        "send_error_p50_s",
+        "send_error_p99_s",
+        "send_error_max_s",
+        "round_trip_p50_s",
+    )
+    fastest = max(rows, key=lambda row: row["request_rate_req_s"])
+    p99 = fastest["send_error_p99_s"]
+    punctual = (
+        f"99 of 100 requests leave within {p99 * 1e3:.3g} ms of their time"
+        if p99 is not None
+        else f"every request leaves within {fastest['send_error_max_s'] * 1e3:.3g} ms of its time"
+    )
+    lost = f"{fastest['num_lost']:,}" if fastest["num_lost"] else "none"
+    return Conclusion(
+        finding=(
+            f"at {fastest['request_rate_req_s']:,.6g} requests/s {punctual}, and {lost} of "
+            f"{fastest['num_requests']:,} is lost"
+        ),
+        table=[{name: row[name] for name in columns} for row in rows],
+        summary={"send_error_p99_s": p99, "num_lost": sum(row["num_lost"] for row in rows)},
+    )
+
+
+STUDY = Study(
+    name="load-generator",
+    settings_type=LoadGeneratorSettings,
+    measure=measure,
+    conclude=conclude,
+)
