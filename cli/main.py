@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from llmbench.bench.errors import BenchConfigError
-from llmbench.cli import doctor, generate, models, serve_bench
+from llmbench.cli import doctor, generate, models, serve_bench, study
 from llmbench.cli.options import KNOWN_ERRORS, SettingsError
 from llmbench.cli.output import print_error
 from llmbench.cli.workload_options import join_goodput
@@ -36,6 +36,7 @@ app = typer.Typer(
 )
 generate.register(app)
 serve_bench.register(app)
+study.register(app)
 models.register(app)
 doctor.register(app)
 

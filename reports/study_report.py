@@ -34,7 +34,8 @@ def write_study_report(folder: Path) -> list[Path]:
     results = read_results(folder)
     manifest, conclusion = results.manifest, _conclusion(folder)
     name = manifest["config"]["study"]
-    about = " · ".join(filter(None, [model_name(manifest), hardware(manifest), versions(manifest)]))
+    model = model_name(manifest) if "engine" in manifest["config"] else ""
+    about = " · ".join(filter(None, [model, hardware(manifest), versions(manifest)]))
     table, finding = report_table(folder)
     summary = [f"# study {name}", "", f"- {about}", "", markdown(table), "", _sentence(finding), ""]
     written = [

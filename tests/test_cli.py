@@ -1,5 +1,6 @@
 """The command line's promises: exit codes, streams, error lines, help texts."""
 
+import dataclasses
 import io
 import json
 import logging
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmbench.bench.errors import BenchConfigError, ResultsError
+from llmbench.bench.studies.registry import STUDIES
+from llmbench.cli import study
 from llmbench.cli.engine_options import parse_size
 from llmbench.cli.main import main
 from llmbench.cli.output import Output, as_clause, has_color
@@ -19,7 +22,19 @@ from llmbench.cli.workload_options import concurrencies_of, join_goodput, rates_
 from llmbench.engine.errors import CheckpointError, ConfigError, OutOfMemoryError
 
 GOLDEN = Path(__file__).parent / "golden"
-COMMANDS = ("", "generate", "serve-bench", "models pull", "models list", "doctor")
+STUDY_COMMANDS = tuple(f"study {name}" for name in STUDIES)
+COMMANDS = (
+    "",
+    "generate",
+    "serve-bench",
+    "models",
+    "models pull",
+    "models list",
+    "study",
+    "study batching",
+    "doctor",
+)
+WITH_EXAMPLES = ("generate", "serve-bench", "models pull", "models list", "doctor", *STUDY_COMMANDS)
 
 
 Raises = Callable[[BaseException], None]
@@ -84,6 +99,12 @@ def test_each_kind_of_error_has_its_exit_code(
         ["serve-bench", ".", "--dataset-name", "sharegpt", "--dataset-path", "no-such-file"],
         ["serve-bench", ".", "--dataset-path", "file-for-random"],
         ["serve-bench", ".", "--random-range-ratio", "1.5"],
+        ["study"],
+        ["study", "kv-cach"],
+        ["study", "kv-cache", "--output-lens", "4,x"],
+        ["study", "kv-cache", "--output-lens", "0"],
+        ["study", "paged-vs-reserved", "--input-lens", "4"],
+        ["study", "batching", "--policies", "fast"],
     ],
     ids=" ".join,
 )
@@ -336,13 +357,19 @@ def test_help_text_is_the_reviewed_one(
     assert text == path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", COMMANDS[1:])
+@pytest.mark.parametrize("command", WITH_EXAMPLES)
 def test_help_ends_with_real_commands(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
     _, _, examples = capfd.readouterr().out.partition("Examples:")
     shown = [line for line in examples.splitlines() if line.strip().startswith("llmbench ")]
     assert 1 <= len(shown) <= 3
     assert any(command in line for line in shown)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_option_of_a_study_is_explained(name: str) -> None:
+    fields = {field.name for field in dataclasses.fields(STUDIES[name].settings_type)}
+    assert fields <= study.HELP.keys() | study.SHARED.keys()
 
 
 def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
