@@ -1,9 +1,11 @@
 """Fixtures that every test may use, and the fence that keeps tests off the network."""
 
+import importlib.util
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -68,6 +70,129 @@ def byte_tokenizer() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def scripted_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make Llama checkpoints in which each token has one fixed successor.
+
+    Embeddings are one-hot, every branch adds zero, and the head is a table: the likeliest next
+    token leads by 8 * sqrt(hidden), 64 or more. Tokens without a successor repeat themselves.
+    """
+
+    def build(
+        successors: Mapping[int, int], *, vocab_size: int = 64, tokenizer: Any = None
+    ) -> Path:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        width = max(64, -(-vocab_size // 16) * 16)
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=width,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=None,
+        )
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+            torch.nn.init.eye_(model.model.embed_tokens.weight)
+            model.lm_head.weight.zero_()
+            for token in range(vocab_size):
+                model.lm_head.weight[successors.get(token, token), token] = 8.0
+        return _save(model, tokenizer, tmp_path_factory.mktemp("scripted-llama"))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def scripted_opt(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make OPT checkpoints in which position p is followed by token `script[p]`, whatever it is.
+
+    The one-hot vectors are those of the learned positions; so a text may repeat a token and go on
+    differently. Behind the script comes token 0.
+    """
+
+    def build(script: Sequence[int], *, vocab_size: int = 64, tokenizer: Any = None) -> Path:
+        import torch
+        from transformers import OPTConfig, OPTForCausalLM
+
+        num_positions = 64
+        config = OPTConfig(
+            vocab_size=vocab_size,
+            hidden_size=num_positions,
+            word_embed_proj_dim=num_positions,
+            ffn_dim=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=num_positions,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=None,
+        )
+        model = OPTForCausalLM(config)
+        decoder = model.model.decoder
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+            decoder.final_layer_norm.weight.fill_(1.0)
+            decoder.embed_positions.weight[2:].fill_diagonal_(1.0)  # two rows are never used
+            for position in range(num_positions):
+                token = script[position] if position < len(script) else 0
+                model.lm_head.weight[token, position] = 8.0
+        return _save(model, tokenizer, tmp_path_factory.mktemp("scripted-opt"))
+
+    return build
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def random_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A two-layer Llama with random weights, and the same as transformers runs it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.3,
+    )
+    model: Any = LlamaForCausalLM(config)
+    return _save(model.eval(), None, tmp_path_factory.mktemp("random-llama")), model
+
+
+@pytest.fixture(scope="session")
+def loaded_llama(random_llama: tuple[Path, Any]) -> Any:
+    """The random Llama in float32, for any number of engines: they share the weights alone."""
+    from llmbench.engine.config import EngineConfig
+    from llmbench.engine.models.loader import load_model
+
+    return load_model(EngineConfig(model=str(random_llama[0]), dtype="float32"))
+
+
+@pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The real demo checkpoint, fetched once; tests that use it are marked `real`."""
     from llmbench.engine.errors import CheckpointError
@@ -78,6 +203,18 @@ def demo_model() -> Path:
         return pull(catalog_model("smollm2-135m"))
     except CheckpointError as error:
         pytest.skip(f"no demo model: {error}")
+
+
+@pytest.fixture(scope="session")
+def simulated_sweep() -> ModuleType:
+    """Make records, manifests and folders of a sweep over a simulated engine."""
+    path = Path(__file__).with_name("simulated_sweep.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)
