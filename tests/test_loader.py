@@ -12,14 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from llmbench.engine import device as device_module
 from llmbench.engine.config import EngineConfig
-from llmbench.engine.device import _cgroup_headroom, resolve_device
 from llmbench.engine.errors import (
     CheckpointError,
     ConfigError,
     OutOfMemoryError,
     UnsupportedModelError,
 )
-from llmbench.engine.models import source
 from llmbench.engine.models.loader import LoadedModel, load_model
 from llmbench.quant.checkpoint import Checkpoint
 
@@ -349,89 +347,6 @@ def test_broken_generation_config_is_refused(folder: Path) -> None:
         load(folder)
 
 
-# Where a model is looked for
-
-
-@pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("LLMBENCH_CACHE", str(root))
-    return root
-
-
-def test_catalogued_model_is_found_in_the_cache(cache: Path, folder: Path) -> None:
-    (cache / "models").mkdir()
-    (cache / "models" / "smollm2-135m").symlink_to(folder)
-    assert load("smollm2-135m").vocab_size == 128
-
-
-@pytest.mark.usefixtures("cache")
-def test_catalogued_model_that_was_not_fetched_says_how() -> None:
-    with pytest.raises(CheckpointError, match="has not been fetched") as caught:
-        load("smollm2-135m")
-    assert "llmbench models pull smollm2-135m" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize("name", ["smollm2-135", "smolm2-135m"])
-def test_misspelt_name_is_answered_with_a_close_one(name: str) -> None:
-    with pytest.raises(CheckpointError, match=name) as caught:
-        load(name)
-    assert "`smollm2-135m`" in caught.value.__notes__[0]
-
-
-def test_misspelt_folder_is_answered_with_a_close_one(folder: Path) -> None:
-    (folder / "llama-tiny").mkdir()
-    with pytest.raises(CheckpointError) as caught:
-        load(folder / "llama-tinny")
-    assert f"`{folder / 'llama-tiny'}`" in caught.value.__notes__[0]
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The hub's client, answering with what stands last in the list; records its calls."""
-    import huggingface_hub
-
-    calls: list[dict[str, Any]] = []
-
-    def snapshot_download(model: str, **options: Any) -> str:
-        answer = calls.pop()["answer"]
-        calls.append({"model": model, **options})
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return calls
-
-
-def test_hub_id_loads_what_the_hub_answers(folder: Path, hub: list[dict[str, Any]]) -> None:
-    hub.append({"answer": folder})
-    assert load("someone/something").vocab_size == 128
-    assert hub[0]["model"] == "someone/something"
-    assert "*.safetensors" in hub[0]["allow_patterns"]
-
-
-def test_dummy_weights_fetch_no_weights(folder: Path, hub: list[dict[str, Any]]) -> None:
-    hub.append({"answer": folder})
-    load("someone/something", load_format="dummy")
-    assert "*.safetensors" not in hub[0]["allow_patterns"]
-
-
-def test_hub_that_cannot_be_reached_is_one_clear_line(hub: list[dict[str, Any]]) -> None:
-    hub.append({"answer": OSError("Network is unreachable\nand more")})
-    with pytest.raises(CheckpointError, match="Network is unreachable") as caught:
-        load("someone/something")
-    assert "\n" not in str(caught.value)
-    assert "models pull smollm2-135m" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "a/b/c", "two words"])
-def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, hub: list[dict[str, Any]]) -> None:
-    with pytest.raises(CheckpointError, match="neither a folder"):
-        source.resolve_folder(name)
-    assert not hub
-
-
 # Random weights
 
 
@@ -462,29 +377,3 @@ def test_rows_of_dummy_embeddings_all_differ(folder: Path) -> None:
     loaded = load(folder, load_format="dummy")
     rows = loaded.model.embed_tokens  # type: ignore[attr-defined]
     assert len(torch.unique(rows, dim=0)) == 20_000
-
-
-# The device
-
-
-def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto").type == "cpu"
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        resolve_device("cuda")
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [("max", None), ("1000", 1000 - 700 + 200), ("300", 0)]
-)
-def test_a_containers_limit_bounds_free_memory(
-    tmp_path: Path, limit: str, expected: int | None
-) -> None:
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 200\nactive_file 100\n")
-    assert _cgroup_headroom(tmp_path) == expected
-
-
-def test_machine_without_control_groups_has_no_limit(tmp_path: Path) -> None:
-    assert _cgroup_headroom(tmp_path / "absent") is None

@@ -7,8 +7,6 @@ after another, each cast as it comes, so that the model is never in memory twice
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ import torch
 
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.device import check_fits, free_memory_bytes, resolve_device
-from llmbench.engine.errors import CheckpointError, ConfigError
+from llmbench.engine.errors import ConfigError
 from llmbench.engine.models.architecture import DecoderArchitecture
 from llmbench.engine.models.decoder import Decoder
 from llmbench.engine.models.dummy_weights import draw_weights
@@ -25,11 +23,10 @@ from llmbench.engine.models.families import FAMILIES, text_config
 from llmbench.engine.models.hf_config import load_hf_config, model_length_limits
 from llmbench.engine.models.registry import Model, choose_architecture
 from llmbench.engine.models.rope_tables import inverse_frequencies
-from llmbench.engine.models.source import resolve_folder
+from llmbench.engine.models.source import engine_errors, open_checkpoint, resolve_folder
 from llmbench.engine.models.tokenizer import end_of_text_ids, has_tokenizer, load_tokenizer
 from llmbench.engine.models.weight_names import check_weights, has_own_head, read_weights
 from llmbench.quant.checkpoint import Checkpoint
-from llmbench.quant.errors import QuantError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,11 +75,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         ConfigError: the settings do not fit the model or the machine.
         OutOfMemoryError: the weights do not fit; the note shows the sum.
     """
-    with _engine_errors():
+    with engine_errors():
         device = resolve_device(config.device)
         is_dummy = config.load_format == "dummy"
         folder = resolve_folder(config.model, with_weights=not is_dummy)
-        checkpoint = None if is_dummy else Checkpoint.open(folder)
+        checkpoint = None if is_dummy else open_checkpoint(folder)
         hf_config = load_hf_config(folder, trust_remote_code=config.trust_remote_code)
         max_model_len = _model_length(config, hf_config)
         dtype = _dtype(config, hf_config, checkpoint, device)
@@ -232,15 +229,3 @@ def _load_tokenizer(
         logger.warning("%s has no tokenizer: prompts must be token ids", folder)
         return None
     return load_tokenizer(folder, hf_config, trust_remote_code=trust)
-
-
-@contextmanager
-def _engine_errors() -> Iterator[None]:
-    """Errors about files become the engine's, so that a caller knows one tree."""
-    try:
-        yield
-    except QuantError as error:
-        raised = CheckpointError(str(error))
-        for note in getattr(error, "__notes__", ()):
-            raised.add_note(note)
-        raise raised from error

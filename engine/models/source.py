@@ -1,12 +1,19 @@
-"""Where a model's files are: a folder, a catalogued name, or an id of the Hugging Face hub."""
+"""Where a model's files are: a folder, a catalogued name, or an id of the Hugging Face hub.
+
+Imports no torch, so that a command can refuse a wrong name or a broken checkpoint at once.
+"""
 
 import difflib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llmbench.engine.errors import CheckpointError
 from llmbench.engine.models import catalog
+from llmbench.quant.checkpoint import Checkpoint
+from llmbench.quant.errors import QuantError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -36,6 +43,28 @@ def resolve_folder(model: str, *, with_weights: bool = True) -> Path:
     if is_path or not HUB_ID.fullmatch(model):
         raise _unknown(model, path)
     return _from_hub(model, with_weights)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Check a folder's files against one another; reads headers only.
+
+    Raises:
+        CheckpointError: names the file or tensor that is missing or broken.
+    """
+    with engine_errors():
+        return Checkpoint.open(folder)
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Errors about files become the engine's, so that its callers know one tree."""
+    try:
+        yield
+    except QuantError as error:
+        raised = CheckpointError(str(error))
+        for note in getattr(error, "__notes__", ()):
+            raised.add_note(note)
+        raise raised from error
 
 
 def _unknown(model: str, path: Path) -> CheckpointError:
