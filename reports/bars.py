@@ -23,8 +23,8 @@ from llmbench.reports.figure import (
     say_nothing_to_draw,
     styled,
 )
-from llmbench.reports.format import number, shorten
-from llmbench.reports.glyphs import drawable
+from llmbench.reports.format import number
+from llmbench.reports.glyphs import drawable, short_label
 
 COLUMNS = ("panel", "label", "value", "low", "high", "note")
 MAX_COLUMNS = 3
@@ -60,7 +60,7 @@ def bar_figure(frame: pd.DataFrame, caption: Caption, *, baseline: str | None = 
     for place, (panel, name) in enumerate(zip(panels, panel_names, strict=False)):
         _draw_panel(panel, frame[frame["panel"] == name], labels, baseline)
         panel.set_xlabel(drawable(name))
-        names = [drawable(shorten(label, 32)) for label in labels]
+        names = [short_label(label) for label in labels]
         is_first = place % columns == 0
         panel.set_yticks(range(len(labels)), labels=names if is_first else [""] * len(labels))
         panel.set_ylim(len(labels) - 0.5, -0.5)

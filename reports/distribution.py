@@ -28,7 +28,7 @@ from llmbench.reports.figure import (
     styled,
 )
 from llmbench.reports.format import header, number, time_unit
-from llmbench.reports.glyphs import drawable
+from llmbench.reports.glyphs import short_label
 
 MARKS = {"p50": 0.5, "p95": PERCENTILES["p95"], "p99": PERCENTILES["p99"]}
 MAX_POINTS = 1000
@@ -91,7 +91,9 @@ def _draw_curve(panel: Axes, index: int, curve: pd.DataFrame, per_stored: float)
     style = series_style(index)
     name, size = str(curve["series"].iloc[0]), int(curve["n"].iloc[0])
     if size == 0:
-        panel.plot([], [], color=style.color, marker=style.marker, label=f"{drawable(name)}\nempty")
+        panel.plot(
+            [], [], color=style.color, marker=style.marker, label=f"{short_label(name)}\nempty"
+        )
         return
     shares, values = curve["share"].to_numpy(), curve["value_s"].to_numpy() * per_stored
     panel.plot(values, shares, color=style.color, marker="", linewidth=1.6)
@@ -107,7 +109,7 @@ def _draw_curve(panel: Axes, index: int, curve: pd.DataFrame, per_stored: float)
         linestyle="",
         color=style.color,
         marker=style.marker,
-        label=f"{drawable(name)}\n{numbers}  (n = {size:,})",
+        label=f"{short_label(name)}\n{numbers}  (n = {size:,})",
     )
 
 

@@ -27,6 +27,7 @@ from llmbench.reports.figure import (
     styled,
 )
 from llmbench.reports.format import header, time_unit
+from llmbench.reports.glyphs import short_label
 
 MAX_PANELS = 6
 LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT"}
@@ -95,7 +96,7 @@ def drift(frame: pd.DataFrame, caption: Caption) -> Figure:
         own: list[float] = requests[list(LATENCIES)].to_numpy().ravel().tolist()
         log_scale(panel, "y", [unit.of(value) for value in own])
         _draw_cell(panel, requests, unit.per_stored)
-        panel.set_title(cell)
+        panel.set_title(short_label(cell))
         if number % columns == 0:
             panel.set_ylabel(header("latency", unit))
         if number + columns >= len(cells):

@@ -22,8 +22,8 @@ class Unit:
     per_stored: float = 1.0
 
     def of(self, value: float) -> float:
-        """Return a stored value in this unit."""
-        return value * self.per_stored
+        """Return a stored value in this unit; a count stays a whole number."""
+        return value if self.per_stored == 1 else value * self.per_stored
 
 
 COUNT = Unit("")

@@ -12,6 +12,8 @@ import unicodedata
 from matplotlib import font_manager
 from matplotlib.ft2font import FT2Font
 
+from llmbench.reports.format import shorten
+
 _HANGUL = "HANGUL SYLLABLE "
 
 
@@ -19,6 +21,11 @@ def drawable(text: str) -> str:
     """Return `text` in characters of DejaVu Sans, on one line."""
     composed = unicodedata.normalize("NFC", text)  # file names on macOS are decomposed
     return " ".join("".join(_spell(character) for character in composed).split())
+
+
+def short_label(text: str) -> str:
+    """Return a name as a legend or an axis has room for it."""
+    return shorten(drawable(text), 32)
 
 
 def _spell(character: str) -> str:

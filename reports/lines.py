@@ -24,7 +24,7 @@ from llmbench.reports.figure import (
     say_nothing_to_draw,
     styled,
 )
-from llmbench.reports.glyphs import drawable
+from llmbench.reports.glyphs import drawable, short_label
 from llmbench.reports.load_axis import MIN_LOG_SPAN
 
 COLUMNS = ("panel", "series", "x", "y", "low", "high", "note")
@@ -98,7 +98,7 @@ def _draw_line(
         marker="" if is_ideal else style.marker,
         linestyle="--" if is_ideal else "-",
         linewidth=1.0 if is_ideal else 1.8,
-        label=drawable(name),
+        label=short_label(name),
     )
     for x, low, high in good[["x", "low", "high"]].dropna().itertuples(index=False):
         panel.plot([x, x], [low, high], color=color, marker="", linewidth=1.2)
@@ -108,7 +108,10 @@ def _draw_failures(panel: Axes, rows: pd.DataFrame) -> None:
     """Name what was tried in vain, above the place where it would stand."""
     for x, failed in rows[rows["y"].isna()].groupby("x"):
         notes = [note if isinstance(note, str) and note else "no result" for note in failed["note"]]
-        texts = (f"{name}: {note}" for name, note in zip(failed["series"], notes, strict=True))
+        texts = (
+            f"{short_label(name)}: {note}"
+            for name, note in zip(failed["series"], notes, strict=True)
+        )
         panel.annotate(
             drawable("; ".join(texts)),
             (float(str(x)), 0.03),

@@ -23,8 +23,8 @@ from llmbench.reports.figure import (
     say_nothing_to_draw,
     styled,
 )
-from llmbench.reports.format import TOKENS, byte_unit, header, percent, shorten
-from llmbench.reports.glyphs import drawable
+from llmbench.reports.format import TOKENS, byte_unit, header, percent
+from llmbench.reports.glyphs import short_label
 
 COLUMNS = ("series", "time_s", "used", "wasted", "free", "num_running")
 STEP_COLUMNS = (
@@ -88,9 +88,7 @@ def memory_figure(
         waste = waste_share(rows)
         wasted = "" if waste is None else f": {percent(waste)} of what is held is wasted"
         most = int(rows["num_running"].max())
-        panel.set_title(
-            drawable(f"{shorten(name, 40)}{wasted}, at most {most} running"), fontsize=9
-        )
+        panel.set_title(f"{short_label(name)}{wasted}, at most {most} running", fontsize=9)
         panel.set_ylabel(header("KV pool", unit))
         panel.margins(x=0)
         from_zero(panel, "y", room=1.0)

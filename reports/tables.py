@@ -23,6 +23,7 @@ from llmbench.reports.format import COUNT, Unit, number
 MAX_COLUMNS = 8
 BEST_MARK = "*"
 _BEST_NOTE = "best of its column"
+_UNLIMITED = 10_000  # cells: wider than any table, as Rich measures within its console
 
 Better = Literal["higher", "lower"]
 
@@ -108,10 +109,10 @@ def render(table: Table, stream: TextIO, width: int | None = None) -> str:
     if not stream.isatty():
         return markdown(table)
     width = shutil.get_terminal_size().columns if width is None else width
-    console = Console(file=stream, width=width)
     rich_table = to_rich(table)
-    if console.measure(rich_table).maximum > width:
+    if Console(width=_UNLIMITED).measure(rich_table).maximum > width:
         return markdown(table)
+    console = Console(file=stream, width=width)
     with console.capture() as capture:
         console.print(rich_table)
         legend = [f"{BEST_MARK} {_BEST_NOTE}"] if table.has_marks else []
