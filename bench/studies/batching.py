@@ -24,6 +24,8 @@ from llmbench.bench.studies.study import (
     Row,
     Study,
     require_positive,
+    three_digits,
+    time_text,
 )
 from llmbench.engine.config import EngineConfig, Policy
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 SPLITTING = ("chunked", "splitfuse")
+STOPPING = ("prefill_first", "mixed")
 WARMUPS = 2
 
 
@@ -121,11 +124,12 @@ def measure(settings: BatchingSettings, lab: Lab) -> Iterator[Row]:
             outcome = run_cell(rig, cell, policy, workload, files, on_progress=report)
         if outcome.error is not None:
             raise outcome.error
-        metrics, verdict = outcome.record["metrics"], outcome.record["validity"]["verdict"]
+        metrics, validity = outcome.record["metrics"], outcome.record["validity"]
         row = {
             "policy": policy,
             "request_rate_req_s": settings.request_rate,
-            "verdict": verdict,
+            "verdict": validity["verdict"],
+            "reasons": validity["reasons"],
             "num_completed": metrics["num_completed"],
             "num_failed": metrics["num_failed"] + metrics["num_aborted"] + metrics["num_lost"],
             "duration_s": metrics["duration_s"],
@@ -185,7 +189,10 @@ def _workload(settings: BatchingSettings) -> "Workload":
 
 
 def conclude(rows: Sequence[Row]) -> Conclusion:
-    """Compare the tails of the time per token; the best of those that split against the rest."""
+    """Compare the best policy that splits prompts with those that stop streams for whole ones.
+
+    `static` stops none, as nobody joins a running batch: its price is the wait for the first token.
+    """
     columns = (
         "policy",
         "itl_p50_s",
@@ -197,32 +204,42 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         "verdict",
     )
     table = [{name: row[name] for name in columns} for row in rows]
-    tails = {row["policy"]: row["itl_p99_s"] for row in rows if row["itl_p99_s"] is not None}
+    by_name = {row["policy"]: row for row in rows}
+    tails = {name: row["itl_p99_s"] for name, row in by_name.items() if row["itl_p99_s"]}
     split = min((name for name in tails if name in SPLITTING), key=tails.__getitem__, default=None)
-    whole = [name for name in tails if name not in SPLITTING]
-    if split is None or not whole:
+    stopping = [name for name in STOPPING if name in tails]
+    if split is None or not stopping:
         return Conclusion(finding=_finding_without_pair(rows, tails), table=table)
-    ratios = {name: tails[name] / tails[split] for name in whole}
-    worst = max(ratios, key=ratios.__getitem__)
-    rest = ", ".join(
-        f"{name} {tails[name] * 1e3:.3g} ms ({ratios[name]:.3g} times)" for name in whole
+    ratios = {name: tails[name] / tails[split] for name in stopping}
+    rest = " and ".join(
+        f"{time_text(tails[name])} with {name} ({three_digits(ratios[name])} times)"
+        for name in stopping
     )
     finding = (
-        f"1 token in 100 comes after more than {tails[split] * 1e3:.3g} ms with {split}, which "
-        f"splits long prompts; without splitting: {rest}"
+        f"with {split}, which splits long prompts, 1 token in 100 takes more than "
+        f"{time_text(tails[split])} to come; that is {rest}"
     )
+    if "static" in by_name:
+        waits = {name: by_name[name]["ttft_p50_s"] for name in ("static", split)}
+        finding += (
+            f", while static lets nobody join and has first tokens wait "
+            f"{time_text(waits['static'])} in place of {time_text(waits[split])}"
+        )
     return Conclusion(
         finding=finding,
         table=table,
-        summary={"best_splitting_policy": split, "itl_p99_ratio": ratios, "worst_policy": worst},
+        summary={"splitting_policy": split, "itl_p99_ratio": ratios},
+        notes=tuple(
+            f"{row['policy']}: {'; '.join(row['reasons'])}" for row in rows if row["reasons"]
+        ),
     )
 
 
 def _finding_without_pair(rows: Sequence[Row], tails: dict[str, float]) -> str:
     if not tails:
         most = max((row["num_itl"] for row in rows), default=0)
-        return f"{most} gaps between tokens are too few for a 99th percentile of any policy"
-    listed = ", ".join(f"{name} {tail * 1e3:.3g} ms" for name, tail in tails.items())
+        return f"{most:,} gaps between tokens are too few for a 99th percentile of any policy"
+    listed = ", ".join(f"{name} {time_text(tail)}" for name, tail in tails.items())
     return f"99th percentile of the time between tokens: {listed}"
 
 

@@ -25,6 +25,8 @@ from llmbench.bench.studies.study import (
     interleaved,
     median_of,
     require_positive,
+    three_digits,
+    time_text,
 )
 
 if TYPE_CHECKING:
@@ -137,8 +139,9 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     last = table[-1]
     finding = (
         f"without a KV cache {last['num_output_tokens']:,} tokens take "
-        f"{last['uncached_duration_s']:.3g} s in place of {last['cached_duration_s']:.3g} s "
-        f"({last['speedup_ratio']:.3g} times as long)"
+        f"{time_text(last['uncached_duration_s'])} in place of "
+        f"{time_text(last['cached_duration_s'])} "
+        f"({three_digits(last['speedup_ratio'])} times as long)"
     )
     with_cache, without_cache = exponents[WITH], exponents[WITHOUT]
     if with_cache is not None and without_cache is not None:

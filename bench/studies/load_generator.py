@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmbench.bench.studies.study import Conclusion, Lab, Row, Study, require_positive
+from llmbench.bench.studies.study import Conclusion, Lab, Row, Study, require_positive, time_text
 
 PROMPT_TOKENS = 64
 
@@ -129,9 +129,9 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     fastest = max(rows, key=lambda row: row["request_rate_req_s"])
     p99 = fastest["send_error_p99_s"]
     punctual = (
-        f"99 of 100 requests leave within {p99 * 1e3:.3g} ms of their time"
+        f"99 of 100 requests leave within {time_text(p99)} of their time"
         if p99 is not None
-        else f"every request leaves within {fastest['send_error_max_s'] * 1e3:.3g} ms of its time"
+        else f"every request leaves within {time_text(fastest['send_error_max_s'])} of its time"
     )
     lost = f"{fastest['num_lost']:,}" if fastest["num_lost"] else "none"
     return Conclusion(

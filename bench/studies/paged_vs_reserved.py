@@ -8,8 +8,9 @@ may not fit into. Fixed-size blocks are taken one by one as a sequence grows, wh
 
 All three run the same requests in the same pool. Requests are stopped at an answer length drawn
 beforehand (log-normal, within what they asked for), as an end-of-text token would. Means are over
-the time in which requests waited: while the last ones run out nobody competes for memory. After
-every step the state of each block goes into a picture: free, with tokens, or reserved and empty.
+the time in which memory, and nothing else, kept requests waiting: while prompts come in or the last
+answers run out, nobody competes for it. After every step the state of each block goes into a
+picture: free, with tokens, or reserved and empty.
 """
 
 import functools
@@ -63,6 +64,7 @@ class PagedVsReservedSettings(ModelSettings):
     mean_output_len: int = 64
     block_size: int = 16
     max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
 
     def __post_init__(self) -> None:
         require_positive(
@@ -75,6 +77,7 @@ class PagedVsReservedSettings(ModelSettings):
             "mean_output_len",
             "block_size",
             "max_num_seqs",
+            "max_num_batched_tokens",
         )
         least, most = self.input_lens
         if least > most:
@@ -115,6 +118,7 @@ def measure(settings: PagedVsReservedSettings, lab: Lab) -> Iterator[Row]:
             settings.engine(
                 max_model_len=settings.max_model_len,
                 max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
                 num_kv_blocks=settings.kv_tokens // settings.block_size,
                 block_size=settings.block_size,
                 **fields,
@@ -128,9 +132,7 @@ def measure(settings: PagedVsReservedSettings, lab: Lab) -> Iterator[Row]:
         _serve(core, jobs, picture, functools.partial(_report, lab, stage, len(jobs)))
         picture.save(lab.folder / f"memory-{name}.npz")
         step_record.write_parquet(core.step_records, lab.folder / f"steps-{name}.parquet")
-        yield {"variant": name} | _row(
-            core.step_records, jobs, settings.block_size, loaded.kv_bytes_per_token
-        )
+        yield {"variant": name} | _row(settings, core.step_records, jobs, loaded.kv_bytes_per_token)
 
 
 def _draw_jobs(settings: PagedVsReservedSettings, source: "PromptSource") -> list[_Job]:
@@ -217,18 +219,28 @@ def _serve(
 
 
 def _row(
+    settings: PagedVsReservedSettings,
     records: "Sequence[StepRecord]",
     jobs: Sequence[_Job],
-    block_size: int,
     kv_bytes_per_token: int,
 ) -> Row:
-    contended = [record for record in records if record.num_waiting] or list(records)
-    total_s = sum(record.duration_s for record in contended)
+    def is_limited_by_memory(record: "StepRecord") -> bool:
+        num_tokens = record.num_prefill_tokens + record.num_decode_tokens
+        return (
+            record.num_waiting > 0
+            and record.num_seqs < settings.max_num_seqs
+            and num_tokens < settings.max_num_batched_tokens
+        )
+
+    limited = [record for record in records if is_limited_by_memory(record)]
+    limited_s = sum(record.duration_s for record in limited)
+    counted = limited or list(records)
+    counted_s = sum(record.duration_s for record in counted)
 
     def mean(value: "Callable[[StepRecord], float]") -> float:
-        return sum(value(record) * record.duration_s for record in contended) / total_s
+        return sum(value(record) * record.duration_s for record in counted) / counted_s
 
-    pool = records[0].kv_num_blocks * block_size
+    pool = records[0].kv_num_blocks * settings.block_size
     reserved = mean(lambda record: record.kv_reserved_slots)
     used = mean(lambda record: record.kv_used_slots)
     duration_s = records[-1].start_s + records[-1].duration_s - records[0].start_s
@@ -240,6 +252,7 @@ def _row(
         "output_throughput_tok_s": num_output_tokens / duration_s,
         "largest_batch": max(record.num_seqs for record in records),
         "mean_batch": mean(lambda record: record.num_seqs),
+        "memory_limited_s": limited_s,
         "num_preemptions": sum(record.num_preempted for record in records),
         "kv_pool_bytes": pool * kv_bytes_per_token,
         "kv_reserved_mean_bytes": reserved * kv_bytes_per_token,

@@ -25,6 +25,8 @@ from llmbench.bench.studies.study import (
     interleaved,
     median_of,
     require_positive,
+    three_digits,
+    time_text,
 )
 from llmbench.engine.config import PrefixCacheName
 
@@ -89,8 +91,9 @@ def measure(settings: PrefixCacheSettings, lab: Lab) -> Iterator[Row]:
     lengths = sorted(set(settings.prefix_lens))
     source = PromptSource(loaded.tokenizer, loaded.vocab_size, settings.seed)
     for core in cores.values():
-        warmups = source.draw([settings.suffix_len] * 2, "prefix-cache/warm-up")
-        _visit(core, (), warmups, num_steps)
+        chunk = min(settings.max_num_batched_tokens, max(settings.prefix_lens))
+        prefix, *suffixes = source.draw([chunk, *[settings.suffix_len] * 2], "prefix-cache/warm-up")
+        _visit(core, prefix, suffixes, num_steps)
     runs = [
         (length, repetition, cache)
         for length in lengths
@@ -184,10 +187,10 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     return Conclusion(
         finding=(
             f"behind a cached prefix of {longest['num_prefix_tokens']:,} tokens the first token "
-            f"comes after {longest['cached_ttft_s'] * 1e3:.3g} ms in place of "
-            f"{longest['uncached_ttft_s'] * 1e3:.3g} ms ({longest['speedup_ratio']:.3g} times "
-            f"sooner), and two requests hold {memory_share:.0%} of the memory; where nothing is "
-            f"found, the time is {miss_ratio:.2f} times that without a cache"
+            f"comes after {time_text(longest['cached_ttft_s'])} in place of "
+            f"{time_text(longest['uncached_ttft_s'])} ({three_digits(longest['speedup_ratio'])} "
+            f"times sooner), and two requests hold {memory_share:.0%} of the memory; where nothing "
+            f"is found, the time is {miss_ratio:.2f} times that without a cache"
         ),
         table=table,
         summary={

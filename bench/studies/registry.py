@@ -1,9 +1,7 @@
 """The studies by name. Importing this loads neither torch nor numpy."""
 
-import difflib
 from typing import Any
 
-from llmbench.bench.errors import BenchConfigError
 from llmbench.bench.studies import (
     batching,
     kv_cache,
@@ -27,15 +25,3 @@ STUDIES: dict[str, Study[Any]] = {
         load_generator.STUDY,
     )
 }
-
-
-def study_named(name: str) -> Study[Any]:
-    """The study called `name`; BenchConfigError names the close ones otherwise."""
-    if name in STUDIES:
-        return STUDIES[name]
-    error = BenchConfigError(f"no study `{name}`")
-    close = difflib.get_close_matches(name, STUDIES, n=2, cutoff=0.4)
-    if close:
-        error.add_note(f"did you mean {' or '.join(f'`{found}`' for found in close)}?")
-    error.add_note("`llmbench study --help` lists them")
-    raise error

@@ -18,6 +18,7 @@ from llmbench.bench.studies.study import (
     Row,
     Study,
     require_positive,
+    time_text,
 )
 
 if TYPE_CHECKING:
@@ -142,12 +143,12 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         "step_max_s",
     )
     largest = max(rows, key=lambda row: row["num_seqs"])
-    parts = ", ".join(f"{part} {largest[f'{part}_p50_s'] * 1e3:.3g}" for part in PARTS)
+    parts = ", ".join(f"{part} {time_text(largest[f'{part}_p50_s'])}" for part in PARTS)
     step_s = largest["step_p50_s"]
     return Conclusion(
         finding=(
-            f"a step of {largest['num_seqs']} sequences costs {step_s * 1e3:.3g} ms besides the "
-            f"model ({parts}), {step_s / largest['num_seqs'] * 1e6:.3g} µs a token"
+            f"a step of {largest['num_seqs']} sequences costs {time_text(step_s)} besides the "
+            f"model ({parts}), {time_text(step_s / largest['num_seqs'])} a token"
         ),
         table=[{name: row[name] for name in columns} for row in rows],
         summary={"step_cost_s": step_s, "num_seqs": largest["num_seqs"]},

@@ -16,6 +16,7 @@ Rows are flat and hold SI base values under names that end in their unit. Module
 nothing heavy at the top: the command line reads their settings before anything is loaded.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -219,6 +220,23 @@ def values_of(rows: Sequence[Row], key: str, **where: Any) -> list[float]:
     return [
         row[key] for row in rows if all(row.get(name) == value for name, value in where.items())
     ]
+
+
+def three_digits(value: float) -> str:
+    """A number for a finding: three significant digits and all digits before the dot."""
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.2e}")  # 9.996 has one digit before the dot, 10.0 two
+    return f"{rounded:,.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def time_text(value_s: float) -> str:
+    """A time for a finding, in the unit that suits it."""
+    if value_s >= 1:
+        return f"{three_digits(value_s)} s"
+    if value_s >= 1e-3:
+        return f"{three_digits(value_s * 1e3)} ms"
+    return f"{three_digits(value_s * 1e6)} µs"
 
 
 def require_positive(settings: object, *names: str) -> None:
