@@ -30,7 +30,14 @@ from llmbench.engine.models.catalog import cache_root
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_cache.h", "cpu_parallel.h", "cpu_vector.h")
+SOURCES = (
+    "cpu_kernels.cpp",
+    "cpu_attention.h",
+    "cpu_cache.h",
+    "cpu_linear.h",
+    "cpu_parallel.h",
+    "cpu_vector.h",
+)
 FLAGS = (
     "-std=c++17",
     "-O3",

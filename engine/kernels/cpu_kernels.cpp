@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "cpu_attention.h"
+#include "cpu_linear.h"
 #include "cpu_parallel.h"
 #include "cpu_vector.h"
 
@@ -257,6 +258,11 @@ void argmax(int64_t* out, const T* x, int64_t rows, int64_t size, int64_t thread
 #pragma GCC visibility push(default)
 extern "C" {
 void set_parallel_entry(ParallelEntry entry) { parallel_entry = entry; }
+int64_t few_rows_linear_bfloat16(const LinearShape* shape, bf16* out, const bf16* x,
+                                 const bf16* weight, const bf16* bias, const bf16* residual,
+                                 int64_t threads) {
+    return few_rows_linear(out, x, weight, bias, residual, *shape, threads);
+}
 FOR_BOTH_TYPES(DEFINE)
 }
 #pragma GCC visibility pop

@@ -16,7 +16,9 @@ from torch import Tensor
 from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.device import zeros
 from llmbench.engine.kernels.cpu_build import load_library
+from llmbench.engine.kernels.packed_linear import FewRowsKernel, PackedLinear
 from llmbench.engine.kernels.reference import TorchOps
+from llmbench.engine.layers.linear import Linear, can_pack, make_linear
 from llmbench.engine.models.architecture import Activation
 
 # The order of `enum Activation` in cpu_kernels.cpp.
@@ -98,6 +100,15 @@ class CpuOps(TorchOps):
         self._rope_and_store = kernel("rope_and_store")
         self._attention = kernel("attention")
         self._argmax = kernel("argmax")
+        self._few_rows_linear: FewRowsKernel = library.few_rows_linear_bfloat16
+        library.few_rows_linear_bfloat16.argtypes = (*[_pointer] * 6, _int)
+        library.few_rows_linear_bfloat16.restype = _int
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """A linear layer over a weight [N, C], with a kernel of its own for few rows."""
+        if can_pack(weight):
+            return PackedLinear(weight, bias, self._few_rows_linear)
+        return make_linear(weight, bias)
 
     def make_kv_cache(
         self,

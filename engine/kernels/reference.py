@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.device import zeros
+from llmbench.engine.layers.linear import Linear, make_linear
 from llmbench.engine.models.architecture import Activation
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -34,6 +35,10 @@ class TorchOps:
 
     name = "torch"
     """Which kernels these are, for the step record."""
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """A linear layer over a weight [N, C]."""
+        return make_linear(weight, bias)
 
     def make_kv_cache(
         self,

@@ -68,12 +68,16 @@ class OneDNNLinear:
         return out
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The fastest layer for an unquantized weight [N, C]; it may replace the weight's storage."""
-    can_pack = (
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN packs this weight, and computes with it faster for that."""
+    return (
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
-    return OneDNNLinear(weight, bias) if can_pack else PlainLinear(weight, bias)
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The fastest layer that torch offers for an unquantized weight [N, C]."""
+    return OneDNNLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)

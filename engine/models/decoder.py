@@ -19,7 +19,7 @@ from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.errors import CheckpointError
 from llmbench.engine.kernels.eager import EagerOps
 from llmbench.engine.kernels.reference import TorchOps
-from llmbench.engine.layers.linear import Linear, make_linear
+from llmbench.engine.layers.linear import Linear
 from llmbench.engine.models.architecture import DecoderArchitecture, LayerArchitecture
 
 Rope = tuple[Tensor, float]
@@ -63,7 +63,7 @@ class DecoderLayer:
         self.query_width = arch.num_heads * arch.head_dim
 
         def linear(name: str) -> Linear:
-            return make_linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+            return ops.make_linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
         self.attn_qkv, self.attn_out = linear("attn_qkv"), linear("attn_out")
         self.mlp_in, self.mlp_out = linear("mlp_in"), linear("mlp_out")
@@ -215,7 +215,7 @@ class Decoder:
         self.embed_positions = top.get("embed_positions.weight")
         self.final_norm = _make_norm(self.arch, self.ops, top, "final_norm")
         head = top["embed_tokens.weight" if self.arch.tie_embeddings else "lm_head.weight"]
-        self.lm_head = make_linear(head, None)
+        self.lm_head = self.ops.make_linear(head, None)
 
     def make_kv_cache(self, num_slots: int) -> list[Tensor]:
         """Zeroed K/V tensors for so many token slots, one a layer, in the layout of the `ops`."""
