@@ -124,6 +124,9 @@ def outside_legend(panel: Axes, **options: Any) -> None:
 
 def save_figure(figure: Figure, data: pd.DataFrame, stem: Path) -> list[Path]:
     """Write `<stem>.svg`, `<stem>.png` and the figure's data as `<stem>.csv`; same in, same out."""
+    with house_style():
+        figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # the layout stands; it costs more than the drawing
     written = []
     for suffix, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
         buffer = io.BytesIO()
