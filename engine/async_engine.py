@@ -1,15 +1,20 @@
 """AsyncEngine: the engine in a thread of its own, requests and aborts coming from any other.
 
 The engine thread takes what has been submitted, makes a step, and hands each request's news to
-its callback. `generate` wraps that for asyncio. A request that the engine refuses gets one output
-with `finish_reason="error"`; the others never notice. A failure of the engine itself ends every
-request with that error, and `failure` keeps it.
+its callback. `generate` wraps that for asyncio. Whatever is wrong with one request, the others
+never notice: one that the engine refuses gets a single output with `finish_reason="error"`, and
+one whose callback raises is ended, since nobody listens to it any more. A failure of the engine
+itself ends every request with that error, also those still to come; `failure` keeps it.
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
 
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.engine_core import EngineCore
@@ -18,10 +23,30 @@ from llmbench.engine.models.loader import LoadedModel
 from llmbench.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from llmbench.engine.step_record import StepRecord
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 OnOutput = Callable[[RequestOutput], None]
 
 REFUSED = -1
 """`answer_index` of the one output of a request that was refused, whatever its `n`."""
+
+
+@dataclass(slots=True)
+class _Command:
+    """Something to do between two steps."""
+
+    run: Callable[[], None]
+    drop: Callable[[str], None]
+    """Called in its place, with the reason, where the engine has ended."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """The unfinished answers to one prompt, and who hears of them."""
+
+    on_output: OnOutput
+    requests: dict[str, Request]
 
 
 class AsyncEngine:
@@ -36,8 +61,11 @@ class AsyncEngine:
     ) -> None:
         self.core = EngineCore(config, loaded=loaded, on_progress=on_progress)
         self.failure: BaseException | None = None
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._live: dict[str, tuple[Request, OnOutput]] = {}
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        # Under the lock: a command is queued only while the thread is still going to take it.
+        self._lock = threading.Lock()
+        self._end_reason: str | None = None
+        self._live: dict[str, _Live] = {}  # by the id that was submitted
         self._thread = threading.Thread(target=self._run, name="llmbench-engine", daemon=True)
 
     def start(self) -> None:
@@ -46,6 +74,9 @@ class AsyncEngine:
 
     def shutdown(self) -> None:
         """End the thread after the current step; unfinished requests get `abort`."""
+        if self._thread.ident is None:  # never started
+            self._close("abort", None)
+            return
         self._commands.put(None)
         self._thread.join()
 
@@ -58,39 +89,46 @@ class AsyncEngine:
     ) -> None:
         """Queue a prompt; `on_output` is called on the engine thread, and must not block.
 
-        The last call for each answer has a `finish_reason`.
+        The last call for each answer has a `finish_reason`. Where the engine has ended, the one
+        call that says so comes from this thread.
         """
-        self._commands.put(lambda: self._add(prompt, params, request_id, on_output))
+
+        def drop(reason: str) -> None:
+            _tell(on_output, _refusal(request_id, reason))
+
+        self._put(_Command(lambda: self._add(prompt, params, request_id, on_output), drop))
 
     def abort(self, request_id: str) -> None:
         """End all answers of a request; each gets a last output with `abort`."""
-        self._commands.put(lambda: self._abort(request_id))
+        self._put(_Command(lambda: self._abort(request_id), lambda reason: None))
 
-    def call(self, function: Callable[[EngineCore], None]) -> None:
-        """Run `function` on the engine thread between two steps, and wait for it."""
-        done = threading.Event()
+    def call(self, function: Callable[[EngineCore], T]) -> T:
+        """Run `function` on the engine thread between two steps, and give what it returns.
+
+        Not from a callback: the engine thread would wait for itself.
+        """
+        if self._thread.ident is None:
+            raise EngineError("the engine thread is not started")
+        done: Future[T] = Future()
 
         def run() -> None:
             try:
-                function(self.core)
-            finally:
-                done.set()
+                done.set_result(function(self.core))
+            except Exception as error:
+                done.set_exception(error)
 
-        self._commands.put(run)
-        while not done.wait(timeout=0.1):
-            if not self._thread.is_alive():
-                raise EngineError("the engine thread has ended") from self.failure
+        self._put(_Command(run, lambda reason: done.set_exception(EngineError(reason))))
+        return done.result()
 
     def take_step_records(self) -> list[StepRecord]:
         """The records since the last call."""
-        taken: list[StepRecord] = []
 
-        def take(core: EngineCore) -> None:
-            taken.extend(core.step_records)
+        def take(core: EngineCore) -> list[StepRecord]:
+            taken = list(core.step_records)
             core.step_records.clear()
+            return taken
 
-        self.call(take)
-        return taken
+        return self.call(take)
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
@@ -122,11 +160,17 @@ class AsyncEngine:
                     self._deliver(output)
         except BaseException as error:
             self.failure = error
-            for request, _ in list(self._live.values()):
-                self._end(request, "error", f"the engine failed: {error}")
+            self._close("error", f"the engine failed: {type(error).__name__}: {error}")
             raise
-        for request, _ in list(self._live.values()):
-            self._end(request, "abort", None)
+        self._close("abort", None)
+
+    def _put(self, command: _Command) -> None:
+        with self._lock:
+            reason = self._end_reason
+            if reason is None:
+                self._commands.put(command)
+        if reason is not None:
+            command.drop(reason)
 
     def _take_commands(self) -> bool:
         """Run what was submitted, waiting if there is nothing else to do; False means the end."""
@@ -137,7 +181,19 @@ class AsyncEngine:
                 return True
             if command is None:
                 return False
-            command()
+            command.run()
+
+    def _close(self, reason: FinishReason, error: str | None) -> None:
+        """End what runs, and drop what was queued and whatever is still going to be."""
+        end_reason = error or "the engine was shut down"
+        with self._lock:
+            self._end_reason = end_reason
+        for request_id in list(self._live):
+            self._end(request_id, reason, error)
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command.drop(end_reason)
 
     def _add(
         self,
@@ -148,55 +204,78 @@ class AsyncEngine:
     ) -> None:
         requests: list[Request] = []
         try:
+            if request_id in self._live:
+                raise RequestError(f"a request with the id {request_id!r} is already running")
             requests = self.core.make_requests(prompt, params, request_id)
-            for request in requests:
-                self.core.add_request(request)
-        except RequestError as error:
-            for request in requests:
-                self.core.abort(request.request_id)
-            on_output(
+            self.core.add_requests(requests)
+        # Not RequestError alone: a prompt that some tokenizer chokes on must not end the others.
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                logger.warning("request %s cannot be read", request_id, exc_info=True)
+            num_prompt_tokens = requests[0].num_prompt_tokens if requests else 0
+            _tell(on_output, _refusal(request_id, str(error), num_prompt_tokens))
+            return
+        self._live[request_id] = _Live(on_output, {r.request_id: r for r in requests})
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._live:
+            self._end(request_id, "abort", None)
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
+        """End the unfinished answers to a prompt, and say so to whoever hears of them."""
+        live = self._live.pop(request_id)
+        for request in live.requests.values():
+            self.core.abort(request.request_id)
+            _tell(
+                live.on_output,
                 RequestOutput(
-                    request_id=request_id,
-                    parent_id=request_id,
-                    answer_index=REFUSED,
+                    request_id=request.request_id,
+                    parent_id=request.parent_id,
+                    answer_index=request.answer_index,
                     new_token_ids=[],
                     text_delta="",
-                    num_prompt_tokens=len(requests[0].prompt_token_ids) if requests else 0,
-                    num_output_tokens=0,
-                    num_cached_tokens=0,
-                    finish_reason="error",
-                    error=str(error),
-                )
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_output_tokens=request.num_output_tokens,
+                    num_cached_tokens=request.num_cached_tokens,
+                    finish_reason=reason,
+                    error=error,
+                ),
             )
-            return
-        for request in requests:
-            self._live[request.request_id] = (request, on_output)
-
-    def _abort(self, parent_id: str) -> None:
-        for request, _ in list(self._live.values()):
-            if request.parent_id == parent_id:
-                self.core.abort(request.request_id)
-                self._end(request, "abort", None)
-
-    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
-        _, on_output = self._live.pop(request.request_id)
-        on_output(
-            RequestOutput(
-                request_id=request.request_id,
-                parent_id=request.parent_id,
-                answer_index=request.answer_index,
-                new_token_ids=[],
-                text_delta="",
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
-                num_cached_tokens=request.num_cached_tokens,
-                finish_reason=reason,
-                error=error,
-            )
-        )
 
     def _deliver(self, output: RequestOutput) -> None:
-        _, on_output = self._live[output.request_id]
+        live = self._live.get(output.parent_id)
+        if live is None:
+            return  # its callback raised at another answer of this step
         if output.finish_reason is not None:
-            del self._live[output.request_id]
+            del live.requests[output.request_id]
+            if not live.requests:
+                del self._live[output.parent_id]
+        if not _tell(live.on_output, output):
+            for request_id in live.requests:
+                self.core.abort(request_id)
+            self._live.pop(output.parent_id, None)
+
+
+def _tell(on_output: OnOutput, output: RequestOutput) -> bool:
+    """Hand over an output; False where the callback raised."""
+    try:
         on_output(output)
+    except Exception:
+        logger.warning("the callback of request %s raised", output.parent_id, exc_info=True)
+        return False
+    return True
+
+
+def _refusal(request_id: str, reason: str, num_prompt_tokens: int = 0) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        parent_id=request_id,
+        answer_index=REFUSED,
+        new_token_ids=[],
+        text_delta="",
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=0,
+        num_cached_tokens=0,
+        finish_reason="error",
+        error=reason,
+    )

@@ -1,11 +1,14 @@
 """EngineCore: one step after another, schedule → run → update.
 
 Everything synchronous and in one thread; llm.py drives it to the end of a list of prompts,
-async_engine.py drives it from a thread for streams. Each step leaves a StepRecord.
+async_engine.py drives it from a thread for streams. Each step leaves a StepRecord. A step that
+fails half-way takes all requests with it, since nobody knows how far it came; the engine itself
+starts over and can be used again.
 """
 
 import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,11 +22,12 @@ from llmbench.engine.errors import RequestError
 from llmbench.engine.kv.factory import make_kv_manager
 from llmbench.engine.memory import MemoryPlan, plan_memory
 from llmbench.engine.models.loader import LoadedModel, load_model
-from llmbench.engine.request import Request, RequestOutput, SamplingParams
+from llmbench.engine.request import Request, RequestOutput, RequestStatus, SamplingParams
 from llmbench.engine.runner import ModelRunner
 from llmbench.engine.sampling.rng import request_seed
 from llmbench.engine.sampling.sampler import Sampler
 from llmbench.engine.scheduler import Scheduler
+from llmbench.engine.shared_prompts import SharedPrompts
 from llmbench.engine.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -69,8 +73,7 @@ class EngineCore:
             dtype_bytes=loaded.dtype.itemsize,
         )
         say(str(self.memory_plan))
-        self.kv = make_kv_manager(config, self.memory_plan.num_kv_blocks, self.max_model_len)
-        self.scheduler = Scheduler(config, self.kv, self.max_model_len)
+        self._make_queues()
         self.runner = ModelRunner(
             loaded.model,
             self.kv,
@@ -80,7 +83,6 @@ class EngineCore:
             max_model_len=self.max_model_len,
         )
         self.step_records: list[StepRecord] = []
-        self._requests: dict[str, Request] = {}
         self._ordinals = itertools.count()
         self._num_steps = 0
 
@@ -91,12 +93,7 @@ class EngineCore:
 
         Text is tokenized with the tokenizer's own special tokens. Raises RequestError.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("a text prompt needs a tokenizer, and the model has none")
-            token_ids: list[int] = self.tokenizer.encode(prompt)
-        else:
-            token_ids = list(prompt)
+        token_ids = self._encode(prompt)
         self._check_token_ids("prompt token id", token_ids)
         self._check_token_ids("stop token id", params.stop_token_ids)
         self._check_token_ids("logit_bias token id", params.logit_bias)
@@ -130,15 +127,26 @@ class EngineCore:
 
     def add_request(self, request: Request) -> None:
         """Queue a request; raises RequestError where it can never run."""
-        if request.request_id in self._requests:
-            raise RequestError(f"a request with the id {request.request_id!r} is already running")
-        self.scheduler.add(request)
-        self._requests[request.request_id] = request
+        self.add_requests([request])
+
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Queue the answers to one prompt, all or none; raises RequestError as `add_request`.
+
+        Where the prefix cache allows it, their prompt is computed once.
+        """
+        for request in requests:
+            if request.request_id in self._requests:
+                raise RequestError(
+                    f"a request with the id {request.request_id!r} is already running"
+                )
+        self._prompts.add(requests)
+        self._requests.update((request.request_id, request) for request in requests)
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; an unknown or finished one is left alone."""
-        request = self.scheduler.abort(request_id)
+        request = self._requests.get(request_id)
         if request is not None:
+            self._prompts.abort(request)
             self._forget(request)
 
     @property
@@ -151,7 +159,17 @@ class EngineCore:
         return self.kv.reset_prefix_cache()
 
     def step(self) -> list[RequestOutput]:
-        """Advance the scheduled requests; returns what is new for each of them."""
+        """Advance the scheduled requests; returns what is new for each of them.
+
+        Whatever it raises, an interrupt included, has ended all requests with an error.
+        """
+        try:
+            return self._step()
+        except BaseException as error:
+            self._start_over(f"the step failed: {error!r}")
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         start = time.perf_counter()
         scheduled = self.scheduler.schedule()
         for request in scheduled.preempted:
@@ -168,6 +186,7 @@ class EngineCore:
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(self._requests[output.request_id])
+        self._prompts.release()
         if self.config.check_integrity:
             self.scheduler.check_integrity()
         self.step_records.append(
@@ -177,7 +196,7 @@ class EngineCore:
                 schedule_s=after_schedule - start,
                 forward_s=after_forward - after_schedule,
                 update_s=time.perf_counter() - after_forward,
-                num_waiting=len(self.scheduler.waiting),
+                num_waiting=len(self.scheduler.waiting) + self._prompts.num_held,
                 num_running=len(self.scheduler.running),
                 num_seqs=len(scheduled.scheduled),
                 num_prefill_tokens=prefill,
@@ -195,6 +214,32 @@ class EngineCore:
         )
         self._num_steps += 1
         return outputs
+
+    def _make_queues(self) -> None:
+        """An empty pool and empty queues."""
+        self.kv = make_kv_manager(self.config, self.memory_plan.num_kv_blocks, self.max_model_len)
+        self.scheduler = Scheduler(self.config, self.kv, self.max_model_len)
+        self._prompts = SharedPrompts(self.scheduler)
+        self._requests: dict[str, Request] = {}
+
+    def _start_over(self, reason: str) -> None:
+        for request in self._requests.values():
+            request.status = RequestStatus.FINISHED
+            if request.finish_reason is None:
+                request.finish_reason, request.error = "error", reason
+        self._make_queues()
+        self.runner.reset(self.kv)
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer, and the model has none")
+            token_ids: list[int] = self.tokenizer.encode(prompt)
+            return token_ids
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise RequestError(f"a prompt must be text or token ids: {error}") from None
 
     def _forget(self, request: Request) -> None:
         self.runner.forget(request)

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.engine_core import EngineCore
+from llmbench.engine.errors import RequestError
 from llmbench.engine.models.loader import LoadedModel
 from llmbench.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -55,18 +56,22 @@ class LLM:
         the first token is computed; raises RequestError for one that can never run.
         `on_progress` hears (answers finished, answers in all) after each step.
         """
+        if isinstance(prompts, str):
+            raise RequestError("prompts must be a list; this is one text")
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             params = [sampling_params or SamplingParams()] * len(prompts)
         else:
             params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts have {len(params)} sampling parameters")
         groups = [
             self.core.make_requests(prompt, one, f"llm-{next(self._ids)}")
             for prompt, one in zip(prompts, params, strict=True)
         ]
         requests = [request for group in groups for request in group]
         try:
-            for request in requests:
-                self.core.add_request(request)
+            for group in groups:
+                self.core.add_requests(group)
             while self.core.has_unfinished:
                 self.core.step()
                 if on_progress is not None:

@@ -46,12 +46,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        self.model, self.kv, self.sampler, self.device = model, kv, sampler, device
+        self.model, self.sampler, self.device = model, sampler, device
         self.kv_caches = model.make_kv_cache((kv.num_blocks + 1) * kv.block_size)
         width = -(-max_model_len // kv.block_size)
         self._table = np.zeros((max_num_seqs, width), dtype=np.int32)
-        self._rows: dict[str, _TableRow] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.reset(kv)
 
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> dict[str, SampledTokens]:
@@ -81,6 +80,12 @@ class ModelRunner:
                 result.prompt_logprobs = self._prompt_logprobs(request, hidden[start : start + n])
             start += n
         return results
+
+    def reset(self, kv: KVCacheManager) -> None:
+        """Start over with no requests, and a manager of as many blocks of the same size."""
+        self.kv = kv
+        self._rows: dict[str, _TableRow] = {}
+        self._free_rows = list(range(len(self._table) - 1, -1, -1))
 
     def forget(self, request: Request) -> None:
         """Give back the block-table row of a request that has ended."""

@@ -67,7 +67,7 @@ class Scheduler:
         """Whether any request is waiting or running."""
         return bool(self._requests)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, at_front: bool = False) -> None:
         """Queue a request and set its effective `max_tokens`; refuse one that can never run."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use")
@@ -90,7 +90,10 @@ class Scheduler:
         request.max_tokens = room if asked is None else min(asked, room)
         request.status = RequestStatus.WAITING
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        if at_front:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state and free what it holds; None if there is none."""

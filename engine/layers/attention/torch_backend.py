@@ -5,6 +5,10 @@ of similar length, and go through one scaled_dot_product_attention with the quer
 folded into the query length (on CPU 7 times faster than repeating K/V). A sequence with more
 query tokens (a prompt or a chunk of one) goes alone.
 
+Padding is masked, but it must also be finite: 0 x NaN is NaN, and a sequence whose numbers have
+overflowed leaves NaN in its blocks. So padded blocks are the null block, which is zero, and the
+rest of a block is zeroed when a sequence begins it.
+
 Legend: B sequences of a group · Q query tokens · S context length · G query heads per KV head.
 """
 
@@ -14,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from llmbench.engine.batch import ForwardBatch
+from llmbench.engine.kv.block_pool import NULL_BLOCK
 
 # A group's shortest context may be padded to this many times its length: below it, one larger
 # operation costs less than two.
@@ -47,6 +52,8 @@ class _PromptSequence:
 class _Metadata:
     groups: list[_DecodeGroup]
     prompts: list[_PromptSequence]
+    unwritten: torch.Tensor | None
+    """Slots [N] behind the last token in blocks that this step begins."""
 
 
 class TorchAttention:
@@ -74,6 +81,8 @@ class TorchAttention:
         metadata = batch.derived.get("torch_attention")
         if metadata is None:
             metadata = batch.derived["torch_attention"] = _build(batch)
+        if metadata.unwritten is not None:
+            kv_cache.index_fill_(0, metadata.unwritten, 0)
         num_heads, head_dim = query.shape[1:]
         is_single = len(metadata.groups) == 1 and not metadata.prompts  # spare a copy
         out = torch.empty(
@@ -149,11 +158,17 @@ def _build(batch: ForwardBatch) -> _Metadata:
                 break
             end += 1
         rows = slice(start, end)
-        num_blocks = -(-max(lens[rows]) // size)
+        held = [-(-length // size) for length in lens[rows]]
+        num_blocks = max(held)
+        blocks = block_table[rows, :num_blocks]
+        if min(held) < num_blocks:
+            places = torch.arange(num_blocks, device=blocks.device)
+            is_padding = places >= torch.tensor(held, device=blocks.device)[:, None]
+            blocks = blocks.masked_fill(is_padding, NULL_BLOCK)
         groups.append(
             _DecodeGroup(
                 rows=rows,
-                blocks=block_table[rows, :num_blocks].reshape(-1),
+                blocks=blocks.reshape(-1),
                 num_padded=num_blocks * size,
                 context_lens=lens[rows],
             )
@@ -172,7 +187,25 @@ def _build(batch: ForwardBatch) -> _Metadata:
             )
         )
         token += query_len
-    return _Metadata(groups, prompts)
+    return _Metadata(groups, prompts, _unwritten_slots(batch))
+
+
+def _unwritten_slots(batch: ForwardBatch) -> torch.Tensor | None:
+    last_tokens: list[int] = []
+    behind: list[int] = []
+    end = 0
+    for query_len, context_len in zip(batch.query_lens, batch.context_lens, strict=True):
+        end += query_len
+        num_in_block = context_len % batch.block_size
+        if 0 < num_in_block <= query_len:
+            num_left = batch.block_size - num_in_block
+            last_tokens += [end - 1] * num_left
+            behind += range(1, num_left + 1)
+    if not behind:
+        return None
+    device = batch.slot_mapping.device
+    slots = batch.slot_mapping[torch.tensor(last_tokens, device=device)]
+    return slots + torch.tensor(behind, device=device)
 
 
 def _decode_mask(
