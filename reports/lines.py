@@ -24,6 +24,7 @@ from llmbench.reports.figure import (
     say_nothing_to_draw,
     styled,
 )
+from llmbench.reports.format import number
 from llmbench.reports.glyphs import drawable, short_label
 from llmbench.reports.load_axis import MIN_LOG_SPAN
 
@@ -55,9 +56,7 @@ def line_figure(
     assert len(names) <= MAX_SERIES + 2, "too many lines to tell apart: make several figures"
     labels = list(dict.fromkeys(frame["panel"]))
     figure, panels = new_figure(
-        caption
-        if frame[["low", "high"]].isna().all(axis=None)
-        else replace(caption, note=f"Bars: 95 % intervals. {caption.note}".strip()),
+        replace(caption, note=f"{_note(frame)} {caption.note}".strip()),
         rows=max(1, len(labels)),
         panel_size=(6.4, 3.4 if len(labels) < 2 else 2.6),
         sharex=True,
@@ -105,24 +104,31 @@ def _draw_line(
 
 
 def _draw_failures(panel: Axes, rows: pd.DataFrame) -> None:
-    """Name what was tried in vain, above the place where it would stand."""
-    for x, failed in rows[rows["y"].isna()].groupby("x"):
-        notes = [note if isinstance(note, str) and note else "no result" for note in failed["note"]]
-        texts = (
-            f"{short_label(name)}: {note}"
-            for name, note in zip(failed["series"], notes, strict=True)
+    """Cross the places of what was tried in vain; the note says what and why."""
+    failed = rows[rows["y"].isna()]
+    panel.plot(
+        failed["x"],
+        [0.03] * len(failed),
+        transform=panel.get_xaxis_transform(),
+        linestyle="",
+        marker="x",
+        color=FAULT_COLOR,
+    )
+
+
+def _note(frame: pd.DataFrame) -> str:
+    parts = []
+    if not frame[["low", "high"]].isna().all(axis=None):
+        parts.append("Bars: 95 % intervals.")
+    failures: dict[str, None] = {}  # in order, each once: panels repeat them
+    for series, x, note in frame[frame["y"].isna()][["series", "x", "note"]].to_numpy():
+        reason = note if isinstance(note, str) and note else "no result"
+        failures[f"{short_label(series)} at {number(int(x) if x == int(x) else x)}: {reason}"] = (
+            None
         )
-        panel.annotate(
-            drawable("; ".join(texts)),
-            (float(str(x)), 0.03),
-            xycoords=("data", "axes fraction"),
-            rotation=90,
-            ha="center",
-            va="bottom",
-            size=8,
-            color=FAULT_COLOR,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
-        )
+    if failures:
+        parts.append(f"Crosses: {'; '.join(failures)}.")
+    return " ".join(parts)
 
 
 def _set_x(panel: Axes, values: list[float]) -> None:
@@ -136,5 +142,7 @@ def _set_x(panel: Axes, values: list[float]) -> None:
         panel.xaxis.set_major_locator(FixedLocator(values[::-1][::step]))
         panel.xaxis.set_minor_locator(NullLocator())
         plain_ticks(panel, "x")
-    else:
-        from_zero(panel, "x")
+        return
+    from_zero(panel, "x")
+    if values and values[0] == 0:
+        panel.set_xlim(left=-0.02 * values[-1])  # room for a marker at zero

@@ -7,6 +7,7 @@ latency, memory over time, bars side by side. A study without an entry has its t
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from llmbench.reports.distribution import cumulative_distribution, distribution_
 from llmbench.reports.figure import Caption
 from llmbench.reports.lines import line_figure, line_frame
 from llmbench.reports.memory import memory_figure, memory_frame
+from llmbench.reports.memory_map import memory_map_figure, memory_map_frame
 
 Row = dict[str, Any]
 Drawn = tuple[Figure, pd.DataFrame]
@@ -95,21 +97,33 @@ def paged_vs_reserved(
     return memory_figure(frame, caption, bytes_per_slot=bytes_per_slot), frame
 
 
+def memory_map(folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption) -> Drawn:
+    """What each block of the pool holds over time, a panel a way of holding it."""
+    frame = memory_map_frame(
+        {row["variant"]: folder / f"memory-{row['variant']}.npz" for row in rows}
+    )
+    return memory_map_figure(frame, caption), frame
+
+
 def vs_transformers(
     folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption
 ) -> Drawn:
     """Speed of both sides, a panel a load."""
     speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    sizes: dict[str, str] = {}
     for row in rows:
         if row.get("throughput_tok_s") is not None:
             speeds[row["measure"], row["side"]].append(row["throughput_tok_s"])
+            if row["num_requests"] > 1:
+                sizes[row["side"]] = f"{row['num_requests']}"
+    batch = f"batch of {sizes['built-in']} and {sizes['transformers']}" if len(sizes) > 1 else ""
     frame = bar_frame(
         {
-            "panel": f"{load.replace('_', ' ')} (tok/s)",
+            "panel": f"{batch if load == 'batch' and batch else load.replace('_', ' ')} (tok/s)",
             "label": side,
             "value": statistics.median(values),
         }
-        for (load, side), values in sorted(speeds.items())
+        for (load, side), values in speeds.items()
     )
     return bar_figure(frame, caption, baseline="transformers"), frame
 
@@ -148,16 +162,34 @@ def load_generator(
     return line_figure(frame, caption, x_label="requests per second", log_y=True), frame
 
 
-FIGURES: dict[str, tuple[str, Draw]] = {
-    "kv-cache": ("Generation with and without a KV cache", kv_cache),
-    "prefix-cache": ("Time to first token behind a shared prefix", prefix_cache),
-    "batching": ("Time between tokens under five batching policies", batching),
-    "paged-vs-reserved": ("KV memory over time", paged_vs_reserved),
-    "vs-transformers": ("The built-in engine and transformers", vs_transformers),
-    "step-cost": ("What a step costs besides the model", step_cost),
-    "load-generator": ("Punctuality of the load generator", load_generator),
+@dataclass(frozen=True, slots=True)
+class StudyFigure:
+    """One picture of a study; `stem` names its files."""
+
+    stem: str
+    title: str
+    draw: Draw
+
+
+FIGURES: dict[str, tuple[StudyFigure, ...]] = {
+    "kv-cache": (StudyFigure("kv-cache", "Generation with and without a KV cache", kv_cache),),
+    "prefix-cache": (
+        StudyFigure("prefix-cache", "Time to first token behind a shared prefix", prefix_cache),
+    ),
+    "batching": (StudyFigure("batching", "Time between tokens, by batching policy", batching),),
+    "paged-vs-reserved": (
+        StudyFigure("paged-vs-reserved", "KV memory over time", paged_vs_reserved),
+        StudyFigure("memory-map", "Where the KV pool has its holes", memory_map),
+    ),
+    "vs-transformers": (
+        StudyFigure("vs-transformers", "The built-in engine and transformers", vs_transformers),
+    ),
+    "step-cost": (StudyFigure("step-cost", "What a step costs besides the model", step_cost),),
+    "load-generator": (
+        StudyFigure("load-generator", "Punctuality of the load generator", load_generator),
+    ),
 }
-"""Title and drawing of each study's figure."""
+"""The pictures of each study, the most telling one first."""
 
 
 def _cache_name(is_without: bool) -> str:

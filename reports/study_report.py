@@ -2,7 +2,7 @@
 
 summary.md        finding, table, what was run
 table.csv         the table in stored units
-plots/<name>.*    SVG, PNG and the CSV of what is drawn
+plots/*           SVG, PNG and the CSV of what is drawn
 """
 
 from pathlib import Path
@@ -42,12 +42,11 @@ def write_study_report(folder: Path) -> list[Path]:
         write_file(folder / "summary.md", "\n".join(summary).encode()),
         write_csv(pd.DataFrame(conclusion["table"]), folder / "table.csv"),
     ]
-    if name in FIGURES:
-        title, draw = FIGURES[name]
-        rows = [record["row"] for record in results.records]
-        caption = Caption(title=title, subtitle=about)
-        figure, frame = draw(folder, rows, manifest["config"]["settings"], caption)
-        written += save_figure(figure, frame, folder / PLOTS / name)
+    rows = [record["row"] for record in results.records]
+    for picture in FIGURES.get(name, ()):
+        caption = Caption(title=picture.title, subtitle=about)
+        figure, frame = picture.draw(folder, rows, manifest["config"]["settings"], caption)
+        written += save_figure(figure, frame, folder / PLOTS / picture.stem)
     return written
 
 

@@ -310,7 +310,7 @@ def test_lines_share_one_axis_below_each_other() -> None:
     assert [panel.get_ylabel() for panel in figure.axes] == ["time (s)", "output tok/s"]
     assert figure.axes[-1].get_xlabel() == "output length (tokens)"
     assert figure.axes[-1].get_xscale() == "log"
-    assert "no cache: out of memory" in texts(figure)
+    assert "no cache at 128: out of memory" in texts(figure)
     assert "95 % intervals" in texts(figure)
 
 
