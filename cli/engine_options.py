@@ -78,7 +78,13 @@ MaxModelLen = Annotated[
 ]
 NumThreads = Annotated[int | None, option(MODEL, "--num-threads", help="CPU threads of torch.")]
 Compile = Annotated[
-    bool, option(MODEL, "--compile", help="Compile fused CPU kernels at first use; cached.")
+    bool | None,
+    option(
+        MODEL,
+        "--compile/--no-compile",
+        help="Fused CPU kernels, compiled at first use and cached; by default where a C++ "
+        "compiler is at hand.",
+    ),
 ]
 PolicyOption = Annotated[
     Policy, option(SCHEDULING, "--policy", help="How a step's token budget is dealt out.")

@@ -44,7 +44,8 @@ class EngineConfig:
         memory_utilization: Share of the device's free memory that weights, KV pool and
             activations may take where no KV size is given.
         num_threads: CPU threads of torch; None leaves torch's own choice.
-        compile: Fused CPU kernels, compiled at first use and cached on disk.
+        compile: Fused CPU kernels, compiled at first use and cached on disk: True demands them,
+            False runs plain torch operations, None takes them where a C++ compiler is at hand.
         seed: Seeds requests that carry none, and `dummy` weights.
         check_integrity: Check the KV manager's and scheduler's invariants after each step.
     """
@@ -68,7 +69,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     memory_utilization: float = 0.8
     num_threads: int | None = None
-    compile: bool = False
+    compile: bool | None = None
     seed: int = 0
     check_integrity: bool = False
 

@@ -31,11 +31,11 @@ def draw(rows: int, columns: int) -> torch.Tensor:
 def test_packed_linear_equals_onednn(rows: int, outputs: int, inputs: int, bias: bool) -> None:
     packed, onednn = layers(outputs, inputs, bias=bias)
     x, residual = draw(rows, inputs), draw(rows, outputs)
-    tolerance = {"rtol": 2**-6, "atol": 2**-6 * float(onednn(x).abs().max())}
-    torch.testing.assert_close(packed(x), onednn(x), **tolerance)
-    torch.testing.assert_close(
-        packed.add_to(residual.clone(), x), onednn.add_to(residual.clone(), x), **tolerance
-    )
+    want, want_sum = onednn(x), onednn.add_to(residual.clone(), x)
+    atol = 2**-6 * float(want.abs().max())
+    torch.testing.assert_close(packed(x), want, rtol=2**-6, atol=atol)
+    got_sum = packed.add_to(residual.clone(), x)
+    torch.testing.assert_close(got_sum, want_sum, rtol=2**-6, atol=atol)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

@@ -53,7 +53,7 @@ class ModelSettings:
     device: Device = "auto"
     load_format: LoadFormat = "auto"
     num_threads: int | None = None
-    compile: bool = False
+    compile: bool | None = None
     seed: int = 0
 
     def engine(self, **more: Any) -> EngineConfig:

@@ -19,7 +19,7 @@ from llmbench.engine.kernels.cpu_build import load_library
 from llmbench.engine.kernels.packed_linear import FewRowsKernel, PackedLinear
 from llmbench.engine.kernels.reference import TorchOps
 from llmbench.engine.layers.linear import Linear, can_pack, make_linear
-from llmbench.engine.models.architecture import Activation
+from llmbench.engine.models.architecture import Activation, DecoderArchitecture
 
 # The order of `enum Activation` in cpu_kernels.cpp.
 _ACTIVATION_CODES: dict[Activation, int] = {
@@ -76,6 +76,19 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "argmax": (_pointer, _pointer, _int, _int, _int),
 }
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def unsupported_reason(arch: DecoderArchitecture | None, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run a model (None: transformers' own code runs it), if they cannot."""
+    if arch is None:
+        return "compiled CPU kernels belong to the native decoder, and transformers runs this model"
+    if dtype not in _TYPES:
+        return f"compiled CPU kernels compute in bfloat16 or float32, not {dtype}"
+    if arch.head_dim > _MAX_HEAD_DIM or arch.head_dim % 2:
+        return (
+            f"compiled CPU kernels need an even head_dim up to {_MAX_HEAD_DIM}, not {arch.head_dim}"
+        )
+    return None
 
 
 class CpuOps(TorchOps):

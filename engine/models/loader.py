@@ -7,6 +7,7 @@ after another, each cast as it comes, so that the model is never in memory twice
 """
 
 import logging
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.device import check_fits, free_memory_bytes, resolve_device
-from llmbench.engine.errors import ConfigError
+from llmbench.engine.errors import ConfigError, KernelBuildError
 from llmbench.engine.models.architecture import DecoderArchitecture
 from llmbench.engine.models.decoder import Decoder
 from llmbench.engine.models.dummy_weights import draw_weights
@@ -80,15 +81,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
         is_dummy = config.load_format == "dummy"
         folder = resolve_folder(config.model, with_weights=not is_dummy)
         checkpoint = None if is_dummy else open_checkpoint(folder)
+        kernels = _Kernels(config, device)
         hf_config = load_hf_config(folder, trust_remote_code=config.trust_remote_code)
         max_model_len = _model_length(config, hf_config)
         dtype = _dtype(config, hf_config, checkpoint, device)
         architecture = choose_architecture(hf_config, config.model_backend)
         free_bytes = free_memory_bytes(device)
+        ops = kernels.ops(architecture, dtype)
         model: Model
         if architecture is not None:
             model = _load_decoder(
-                config, architecture, hf_config, checkpoint, dtype, device, max_model_len
+                config, architecture, hf_config, checkpoint, dtype, device, max_model_len, ops
             )
             kv_bytes_per_token = architecture.kv_bytes_per_token(dtype.itemsize)
         else:
@@ -135,6 +138,7 @@ def _load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    ops: "TorchOps | None",
 ) -> Decoder:
     names = FAMILIES[hf_config.model_type].weight_names
     if checkpoint is not None and arch.tie_embeddings and has_own_head(names, checkpoint):
@@ -151,9 +155,7 @@ def _load_decoder(
         num_parameters += arch.vocab_size * arch.hidden_size
     check_fits(num_parameters, dtype, device)
     ropes = inverse_frequencies(text_config(hf_config), arch, max_model_len)
-    decoder = Decoder(
-        arch, ropes, dtype=dtype, device=device, ops=_compiled_ops(config, dtype, device)
-    )
+    decoder = Decoder(arch, ropes, dtype=dtype, device=device, ops=ops)
     if checkpoint is None:
         weights = draw_weights(arch, seed=config.seed, dtype=dtype, device=device)
     else:
@@ -162,17 +164,53 @@ def _load_decoder(
     return decoder
 
 
-def _compiled_ops(
-    config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> "TorchOps | None":
-    """The C++ kernels where `compile` asks for them; None takes the decoder's default."""
-    if not config.compile:
-        return None
-    if device.type != "cpu":
-        raise ConfigError(f"compile builds kernels for the CPU, the device is {device.type}")
-    from llmbench.engine.kernels.cpu_ops import CpuOps
+class _Kernels:
+    """The C++ kernels, compiled in a thread of their own while configs and weights are read.
 
-    return CpuOps(dtype)
+    A daemon thread: whatever ends the program meanwhile need not wait for the compiler.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._is_demanded = config.compile is True
+        self._failure: KernelBuildError | None = None
+        self._thread: threading.Thread | None = None
+        if device.type == "cpu" and config.compile is not False:
+            self._thread = threading.Thread(target=self._build, daemon=True)
+            self._thread.start()
+        elif self._is_demanded:
+            raise ConfigError(f"compile builds kernels for the CPU, the device is {device.type}")
+
+    def ops(self, arch: DecoderArchitecture | None, dtype: torch.dtype) -> "TorchOps | None":
+        """The kernels for a model and its type; None takes the decoder's default.
+
+        Raises KernelBuildError or ConfigError where kernels are demanded and cannot be had.
+        """
+        if self._thread is None:
+            return None
+        from llmbench.engine.kernels.cpu_ops import CpuOps, unsupported_reason
+
+        reason = unsupported_reason(arch, dtype)
+        if reason is not None:
+            if self._is_demanded:
+                raise ConfigError(f"compile is not possible: {reason}")
+            if arch is not None:
+                logger.warning("%s: running plain torch operations, which are slower", reason)
+            return None
+        self._thread.join()
+        if self._failure is None:
+            return CpuOps(dtype)
+        if self._is_demanded:
+            raise self._failure
+        logger.warning("%s: running plain torch operations, which are slower", self._failure)
+        return None
+
+    def _build(self) -> None:
+        from llmbench.engine.kernels.cpu_build import load_library
+
+        try:
+            load_library()
+        except KernelBuildError as error:
+            self._failure = error
 
 
 def _model_length(config: EngineConfig, hf_config: Any) -> int:
