@@ -78,7 +78,10 @@ def drift(frame: pd.DataFrame, caption: Caption) -> Figure:
     assert len(cells) <= MAX_PANELS, "split the cells over several figures"
     columns = 2 if len(cells) == 4 else max(1, min(3, len(cells)))
     rows = max(1, math.ceil(len(cells) / columns))
-    note = "Points: single requests; line: moving median over a tenth of the run."
+    note = (
+        "Points: single requests; line: moving median over a tenth of the run, "
+        f"at least {_MIN_WINDOW} requests."
+    )
     figure, panels = new_figure(
         replace(caption, note=f"{note} {caption.note}".strip()),
         rows=rows,

@@ -107,6 +107,7 @@ def _draw_panel(
     axis: LoadAxis,
 ) -> None:
     values = [cell.statistic(metric, name) for cell in cells for name in ("median", tail)]
+    values += [end for cell in cells for end in cell.interval(metric, "median") or ()]
     unit = time_unit(values)
     axis.apply(panel)
     log_scale(panel, "y", [unit.of(value) for value in values if value is not None])

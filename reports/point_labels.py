@@ -13,7 +13,7 @@ from matplotlib.transforms import Bbox
 
 from llmbench.reports.figure import QUIET_COLOR
 
-_GAP_PT = 6.0
+_GAP_PT = 6.5
 _PLACES = (
     (1.0, 0.0, "left", "center"),
     (0.0, 1.0, "center", "bottom"),
@@ -39,7 +39,7 @@ def label_points(
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
     frame = panel.get_window_extent(renderer)
-    radius = 3.5 * figure.dpi / 72
+    radius = 2.5 * figure.dpi / 72
     placed: list[tuple[str, Bbox]] = []
     taken = [
         Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius)
@@ -48,7 +48,7 @@ def label_points(
     for x, y, text in labels:
         # Points that coincide share one label.
         near = Bbox.from_bounds(
-            *(panel.transData.transform((x, y)) - 6 * radius), *[12 * radius] * 2
+            *(panel.transData.transform((x, y)) - 8 * radius), *[16 * radius] * 2
         )
         if any(text == other and near.overlaps(box) for other, box in placed):
             continue

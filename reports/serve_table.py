@@ -102,6 +102,11 @@ def _withheld(cells: Sequence[CellView], tail: str) -> list[str]:
     missing = [
         cell for cell in cells if cell.sample_size("ttft_s") and not cell.statistic("ttft_s", tail)
     ]
+    if len(missing) == len(sizes):
+        return [
+            f"–: no tail; p90 needs {required_for('p90')} requests a cell and p99 "  # noqa: RUF001
+            f"{required_for('p99')}, here are {max(sizes):,}"
+        ]
     if missing:
         fewest = min(cell.sample_size("ttft_s") for cell in missing)
         return [f"–: {withheld_note(tail, fewest, 'request')}"]  # noqa: RUF001

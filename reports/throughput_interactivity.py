@@ -5,6 +5,7 @@ adding load moves along the curve from right to left and up. A point with anothe
 right and above it is dominated: no one should run there, so it is hollow.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -155,16 +156,29 @@ def _add_legend(
 
 def _label_ends(panel: Axes, series: Sequence[LoadSeries], axis: LoadAxis) -> None:
     """Name the first and the last load of each line."""
-    labels, obstacles = [], []
+    labels: list[tuple[float, float, str]] = []
+    obstacles: list[tuple[float, float]] = []
     for one in series:
         drawn = [cell for cell in one.cells if _is_drawn(cell)]
-        for cell in drawn:
+        points = [(_x(cell), _y(cell)) for cell in drawn]
+        obstacles += points
+        for start, end in itertools.pairwise(points):
+            obstacles += _along(start, end)
+        for cell, (_, y) in zip(drawn, points, strict=True):
             low, high = cell.interval(X, "median") or (_x(cell), _x(cell))
-            across = ((1 - share) * low + share * high for share in (0, 0.25, 0.5, 0.75, 1))
-            obstacles += [(x, _y(cell)) for x in (_x(cell), *across)]
+            obstacles += _along((low, y), (high, y))
         for cell in drawn[:1] + drawn[1:][-1:]:
             labels.append((_x(cell), _y(cell), _load_text(cell, axis)))
     label_points(panel, labels, obstacles)
+
+
+def _along(start: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
+    """Return points on a line, close enough to keep a label off it."""
+    shares = [step / 16 for step in range(17)]
+    return [
+        ((1 - share) * start[0] + share * end[0], (1 - share) * start[1] + share * end[1])
+        for share in shares
+    ]
 
 
 def _load_text(cell: CellView, axis: LoadAxis) -> str:

@@ -124,7 +124,15 @@ def test_the_tail_is_the_farthest_that_samples_carry(simulated_sweep: ModuleType
 def test_a_withheld_percentile_is_a_dash_with_its_reason(simulated_sweep: ModuleType) -> None:
     table = serve_table([simulated_sweep.simulated_record(4, num_requests=5)])
     assert column(table, "TTFT p99").cells == (NULL,)
-    assert any("p99 needs 368 requests; the sample has 5 requests" in note for note in table.notes)
+    assert "–: no tail; p90 needs 36 requests a cell and p99 368, here are 5" in table.notes  # noqa: RUF001
+
+
+def test_a_percentile_that_only_some_cells_carry_is_explained(simulated_sweep: ModuleType) -> None:
+    sizes = {1: 40, 2: 40, 4: 8}
+    records = [simulated_sweep.simulated_record(rate, num_requests=n) for rate, n in sizes.items()]
+    table = serve_table(records)
+    assert column(table, "TTFT p90").cells[2] == NULL
+    assert "–: p90 needs 36 requests; the sample has 8 requests" in table.notes  # noqa: RUF001
 
 
 def test_cells_that_are_not_sound_carry_a_letter_and_never_win(
