@@ -109,21 +109,19 @@ def vs_transformers(
     folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption
 ) -> Drawn:
     """Speed of both sides, a panel a load."""
-    speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    sizes: dict[str, str] = {}
+    speeds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for row in rows:
         if row.get("throughput_tok_s") is not None:
-            speeds[row["measure"], row["side"]].append(row["throughput_tok_s"])
-            if row["num_requests"] > 1:
-                sizes[row["side"]] = f"{row['num_requests']}"
-    batch = f"batch of {sizes['built-in']} and {sizes['transformers']}" if len(sizes) > 1 else ""
+            key = (row["measure"], row["side"], row["num_requests"])
+            speeds[key].append(row["throughput_tok_s"])
     frame = bar_frame(
         {
-            "panel": f"{batch if load == 'batch' and batch else load.replace('_', ' ')} (tok/s)",
+            "panel": f"{load.replace('_', ' ')} (tok/s)",
             "label": side,
             "value": statistics.median(values),
+            "note": f"{num_requests} at once" if num_requests > 1 else None,
         }
-        for (load, side), values in speeds.items()
+        for (load, side, num_requests), values in speeds.items()
     )
     return bar_figure(frame, caption, baseline="transformers"), frame
 

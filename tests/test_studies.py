@@ -42,6 +42,7 @@ from llmbench.bench.studies.study import (
     run_study,
 )
 from llmbench.bench.studies.vs_transformers import VsTransformersSettings, ratio_of_pairs
+from llmbench.reports.study_report import write_study_report
 
 UNITS = ("_s", "_bytes", "_share", "_ratio")
 UNITLESS = {"mean_batch", "ratio"}
@@ -87,6 +88,13 @@ def run(study: Study[Any], settings: Any, folder: Path) -> StudyResult:
             if isinstance(value, float):
                 assert name.endswith(UNITS) or name in UNITLESS, f"{name} has no unit"
     return result
+
+
+def assert_report(folder: Path, *pictures: str) -> None:
+    """Hold the report of a study's folder to its pictures."""
+    written = {path.name for path in write_study_report(folder / "study")}
+    expected = {f"{name}.{suffix}" for name in pictures for suffix in ("svg", "png", "csv")}
+    assert written == expected | {"summary.md", "table.csv"}
 
 
 # The frame
@@ -271,6 +279,7 @@ def test_paged_vs_reserved_study_shares_one_pool(tiny_model: str, tmp_path: Path
         assert row["kv_reserved_mean_bytes"] + row["kv_unfit_mean_bytes"] == pytest.approx(
             row["kv_pool_bytes"]
         )
+    assert_report(tmp_path, "paged-vs-reserved", "memory-map")
 
 
 def test_picture_shows_every_block_after_every_step(tiny_model: str, tmp_path: Path) -> None:
@@ -343,6 +352,7 @@ def test_batching_study_serves_through_the_processes_of_serve_bench(
     (row,) = result.rows
     assert (row["policy"], row["num_completed"], row["num_failed"]) == ("chunked", 6, 0)
     assert row["num_itl"] == 6 * 3
+    assert_report(tmp_path, "batching")
     assert row["itl_p99_s"] is None  # 18 gaps carry no 99th percentile
     assert (
         result.finding == "18 gaps between tokens are too few for a 99th percentile of any policy"
@@ -462,6 +472,7 @@ def test_vs_transformers_study_times_both_sides_in_turn(tiny_model: str, tmp_pat
     sizes = {(row["measure"], row["side"]): row["num_requests"] for row in loads}
     assert (sizes["batch", "built-in"], sizes["batch", "transformers"]) == (3, 2)
     assert record["peak_memory"]["peak_resident_bytes"] > record["peak_memory"]["weight_bytes"]
+    assert_report(tmp_path, "vs-transformers")
 
 
 def test_ratio_is_of_pairs_of_the_same_repetition() -> None:
