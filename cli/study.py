@@ -210,14 +210,26 @@ def _run(study: Study[Any], settings: Any, parameters: dict[str, Any]) -> None:
         as_json=parameters["json"], quiet=parameters["quiet"], verbose=parameters["verbose"]
     )
     folder: Path = parameters["output"] or default_folder(study.name)
+    num_rows = 0
+
+    def count(row: dict[str, Any]) -> None:
+        nonlocal num_rows
+        num_rows += 1
+
     with Progress(streams) as progress:
-        result = run_study(
-            study,
-            settings,
-            folder,
-            on_progress=progress.update,
-            on_note=progress.note,
-        )
+        try:
+            result = run_study(
+                study,
+                settings,
+                folder,
+                on_progress=progress.update,
+                on_note=progress.note,
+                on_row=count,
+            )
+        except KeyboardInterrupt:
+            if num_rows:
+                progress.note(f"the rows measured so far, {num_rows}, are in {folder}")
+            raise
     _report(result, streams)
 
 
@@ -235,4 +247,8 @@ def _report(result: StudyResult, streams: Output) -> None:
     streams.result(f"\n{finding[:1].upper()}{finding[1:]}.")
     written = write_study_report(result.folder)
     streams.document({**result.to_record(), "files": [str(path) for path in written]})
-    streams.note(f"\nresults in {result.folder}: summary.md, table.csv and plots/")
+    streams.note("")
+    for path in written:
+        if path.suffix == ".png":
+            streams.note(f"plot     {path}")
+    streams.note(f"results  {result.folder}")
