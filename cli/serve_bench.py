@@ -268,7 +268,11 @@ def _report(config: ServeBenchConfig, streams: Output) -> list[Record]:
             "files": [str(path) for path in written],
         }
     )
-    streams.note(f"\nresults in {config.output}: summary.md, cells.csv and plots/")
+    streams.note("")
+    for path in written:
+        if path.suffix == ".png":
+            streams.note(f"plot     {path}")
+    streams.note(f"results  {config.output}")
     return records
 
 
