@@ -98,8 +98,19 @@ def plan_memory(
     )
     if num_blocks < 1 or weight_bytes + activation_bytes + plan.kv_bytes > free_bytes:
         error = OutOfMemoryError(f"the engine does not fit in memory: {plan}")
-        error.add_note(
-            "lower --kv-cache-memory, --max-num-seqs, --max-num-batched-tokens or --max-model-len"
-        )
+        error.add_note(_way_out(config, plan))
         raise error
     return plan
+
+
+def _way_out(config: EngineConfig, plan: MemoryPlan) -> str:
+    smaller_steps = "lower --max-num-batched-tokens or --max-num-seqs"
+    if plan.weight_bytes + plan.activation_bytes > plan.free_bytes:
+        return f"{smaller_steps}, or take a smaller or quantized model"
+    if config.num_kv_blocks is not None:
+        return "lower --num-kv-blocks"
+    if config.kv_cache_memory_bytes is None:
+        return f"raise --memory-utilization, or {smaller_steps}"
+    if plan.num_kv_blocks < 1:
+        return f"raise --kv-cache-memory to a block's {plan.block_bytes:,} bytes or more"
+    return "lower --kv-cache-memory"

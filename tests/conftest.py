@@ -193,6 +193,36 @@ def loaded_llama(random_llama: tuple[Path, Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
+def as_loaded() -> Callable[..., Any]:
+    """Wrap any object with a model's methods as the loader would give it."""
+
+    def wrap(model: Any, *, vocab_size: int = 64, **changes: Any) -> Any:
+        import torch
+
+        from llmbench.engine.models.loader import LoadedModel
+
+        facts: dict[str, Any] = {
+            "folder": Path("double"),
+            "hf_config": None,
+            "architecture": None,
+            "checkpoint": None,
+            "tokenizer": None,
+            "eos_token_ids": frozenset(),
+            "max_model_len": 128,
+            "dtype": torch.float32,
+            "device": torch.device("cpu"),
+            "hidden_size": 1,
+            "intermediate_size": 1,
+            "kv_bytes_per_token": 1,
+            "weight_bytes": 0,
+            "free_bytes": 2**30,
+        }
+        return LoadedModel(model=model, vocab_size=vocab_size, **(facts | changes))
+
+    return wrap
+
+
+@pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The real demo checkpoint, fetched once; tests that use it are marked `real`."""
     from llmbench.engine.errors import CheckpointError

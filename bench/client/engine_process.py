@@ -161,7 +161,7 @@ class EngineProcess:
         error = TargetError(f"the engine process ended unexpectedly ({how})")
         if how.endswith("SIGKILL"):
             error.add_note(
-                "the system kills a process when memory runs out: lower --kv-cache-memory-bytes, "
+                "the system kills a process when memory runs out: lower --kv-cache-memory, "
                 "--max-num-batched-tokens or --max-num-seqs"
             )
         return error
