@@ -114,7 +114,7 @@ def generate_command(
     output = Output(as_json=json, quiet=quiet, verbose=verbose)
     config = config_from(EngineConfig, ctx)
     params = config_from(SamplingParams, ctx, stop=tuple(stop or ()), seed=None)
-    require_model(model)
+    require_model(model, config.load_format)
     texts = [sys.stdin.read() if text == "-" else text for text in prompt]
 
     from llmbench.engine.engine_core import EngineCore

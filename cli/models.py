@@ -17,6 +17,7 @@ from llmbench.cli.options import (
 )
 from llmbench.cli.output import Output
 from llmbench.cli.progress import Progress
+from llmbench.engine.config import LoadFormat
 from llmbench.engine.errors import CheckpointError
 from llmbench.engine.models.catalog import (
     CATALOG,
@@ -26,7 +27,7 @@ from llmbench.engine.models.catalog import (
     is_pulled,
     local_path,
 )
-from llmbench.engine.models.source import HUB_ID, resolve_folder
+from llmbench.engine.models.source import HUB_ID, open_checkpoint, resolve_folder
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 STAGES = {"download": "downloading", "convert": "converting to bfloat16"}
@@ -122,16 +123,20 @@ def require_catalogued(name: str) -> None:
         raise unknown_name(f"no model `{name}` in the catalogue", "NAME", close_names(name))
 
 
-def require_model(model: str) -> None:
-    """Refuse a MODEL that is nothing, or is not here yet, before anything slow happens.
+def require_model(model: str, load_format: LoadFormat) -> None:
+    """Refuse a MODEL that is nothing, not here yet or broken, before anything slow happens.
 
-    What looks like an id of the hub is left to the loader, since only the hub can tell.
+    Reads headers only and imports no torch. What looks like an id of the hub is left to the
+    loader, since only the hub can tell.
     """
     if HUB_ID.fullmatch(model) and not Path(model).exists():
         return
+    with_weights = load_format != "dummy"
     try:
-        resolve_folder(model)
+        folder = resolve_folder(model, with_weights=with_weights)
     except CheckpointError as error:
         if model in CATALOG:
             raise
         raise as_settings_error(error) from error
+    if with_weights:
+        open_checkpoint(folder)

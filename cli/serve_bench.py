@@ -140,7 +140,7 @@ def serve_bench_command(
     refuse_unused_flags(ctx)
     engine = config_from(EngineConfig, ctx)
     workload = config_from(WorkloadConfig, ctx, stop=tuple(stop or ()))
-    require_model(model)
+    require_model(model, engine.load_format)
     if dataset_path is not None and not Path(dataset_path).exists():
         raise SettingsError(f"no file {dataset_path} (--dataset-path)")
     config = config_from(

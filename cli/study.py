@@ -152,7 +152,7 @@ def study_command(study: Study[Any]) -> Callable[..., None]:
         tuples = {name: parse_list(ctx.params[name], hint) for name, hint in lists.items()}
         settings = config_from(study.settings_type, ctx, **tuples)
         if "model" in ctx.params:
-            require_model(ctx.params["model"])
+            require_model(ctx.params["model"], ctx.params["load_format"])
         _run(study, settings, ctx.params)
 
     keyword = inspect.Parameter.KEYWORD_ONLY

@@ -234,7 +234,7 @@ class EngineCore:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer, and the model has none")
-            token_ids: list[int] = self.tokenizer.encode(prompt)
+            token_ids: list[int] = self.tokenizer.encode(prompt, verbose=False)
             return token_ids
         try:
             return [operator.index(token_id) for token_id in prompt]

@@ -1,6 +1,7 @@
 """The order of imports, the package list, and a command line that starts light."""
 
 import ast
+import json
 import subprocess
 import sys
 import tomllib
@@ -91,3 +92,23 @@ def test_help_starts_without_heavy_libraries() -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "Commands:" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "--prompt", "hi"], ["serve-bench"], ["study", "kv-cache"]]
+)
+def test_broken_checkpoint_is_refused_without_heavy_imports(
+    command: list[str], tmp_path: Path
+) -> None:
+    """A shard that the index names and the folder lacks is named before anything is loaded."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers']))"
+    arguments = [*command, str(tmp_path)]
+    script = f"{blocked}; from llmbench.cli.main import main; sys.exit(main({arguments!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert "lacks model-00001-of-00001.safetensors" in done.stderr
