@@ -140,7 +140,6 @@ def serve_bench_command(
     refuse_unused_flags(ctx)
     engine = config_from(EngineConfig, ctx)
     workload = config_from(WorkloadConfig, ctx, stop=tuple(stop or ()))
-    require_model(model, engine.load_format)
     if dataset_path is not None and not Path(dataset_path).exists():
         raise SettingsError(f"no file {dataset_path} (--dataset-path)")
     config = config_from(
@@ -153,6 +152,7 @@ def serve_bench_command(
         max_concurrencies=w.concurrencies_of(max_concurrency),
         goodput=_goodput(goodput),
     )
+    require_model(model, engine.load_format)
     if dry_run:
         _print_plan(config, streams)
         return
