@@ -351,18 +351,6 @@ def test_attention_of_a_sequence_has_the_same_bits_in_any_company(
         torch.set_num_threads(before)
 
 
-def test_argmax_is_the_first_of_the_largest(
-    kernels: Callable[[torch.dtype], CpuOps], dtype: torch.dtype
-) -> None:
-    x = torch.randn(5, 1003).to(dtype)
-    x[0, [17, 500]] = x[1, [999, 1002]] = 9.0
-    x[2] = -float("inf")
-    x[3] = -5.0
-    x[3, 1001] = -4.0
-    actual = kernels(dtype).argmax(x).tolist()
-    assert actual == [17, 999, 0, 1001, int(x[4].argmax())]
-
-
 def _call_with_short_table(ops: CpuOps, x: Tensor, weight: Tensor) -> Tensor:
     batch = make_batch([(4, 4)], 16)
     batch.block_table = batch.block_table[:, :0]

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = (
     "cpu_kernels.cpp",
+    "cpu_activation.h",
     "cpu_attention.h",
     "cpu_cache.h",
     "cpu_linear.h",

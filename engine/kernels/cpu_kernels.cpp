@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "cpu_activation.h"
 #include "cpu_attention.h"
 #include "cpu_linear.h"
 #include "cpu_parallel.h"
@@ -114,18 +115,6 @@ void layer_norm(T* out, const T* x, T* residual, const float* weight, const floa
     });
 }
 
-enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
-
-template <int64_t ACTIVATION>
-inline vf activate(vf x) {
-    if (ACTIVATION == SILU) return x * sigmoid(x);
-    if (ACTIVATION == GELU) return 0.5f * x * (1.0f + erf(x * 0.70710678f));
-    // 0.5 * (1 + tanh(u)) = sigmoid(2 u); u = sqrt(2 / pi) * (x + 0.044715 x^3)
-    if (ACTIVATION == GELU_TANH)
-        return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
-    return x < 0.0f ? vf{} : x;
-}
-
 template <int64_t ACTIVATION, class T>
 void act(T* out, const T* x, int64_t rows, int64_t size, bool gated, int64_t threads) {
     parallel_rows(rows, 4 * size, threads, [=](int64_t row) {  // exp costs about 4 plain passes
@@ -207,23 +196,6 @@ void rope_and_store(const RopeShape& shape, T* qkv, const float* cos, const floa
     });
 }
 
-// Index of the first largest element of each row.
-template <class T>
-void argmax(int64_t* out, const T* x, int64_t rows, int64_t size, int64_t threads) {
-    parallel_rows(rows, size, threads, [=](int64_t row) {
-        const T* in = x + row * size;
-        vf best = splat(-INFINITY);
-        for_vectors(size, [&](int64_t i, int64_t width) {
-            if (width == W) best = maximum(load(in + i), best);
-        });
-        float top = maximum(best);
-        for (int64_t i = size / W * W; i < size; i++) top = load1(in + i) > top ? load1(in + i) : top;
-        int64_t i = 0;
-        while (i < size && load1(in + i) != top) i++;
-        out[row] = i < size ? i : 0;
-    });
-}
-
 }  // namespace
 
 #define FOR_BOTH_TYPES(DEFINE) DEFINE(float32, float) DEFINE(bfloat16, bf16)
@@ -250,19 +222,20 @@ void argmax(int64_t* out, const T* x, int64_t rows, int64_t size, int64_t thread
     void attention_##NAME(const AttentionBatch* batch, const AttentionShape* shape, T* out,       \
                           const T* q, T* cache, int64_t threads) {                                \
         attention(*batch, *shape, out, q, cache, threads);                                        \
-    }                                                                                             \
-    void argmax_##NAME(int64_t* out, const T* x, int64_t rows, int64_t size, int64_t threads) {   \
-        argmax(out, x, rows, size, threads);                                                      \
     }
 
 #pragma GCC visibility push(default)
 extern "C" {
 void set_parallel_entry(ParallelEntry entry) { parallel_entry = entry; }
-int64_t few_rows_linear_bfloat16(const LinearShape* shape, bf16* out, const bf16* x,
-                                 const bf16* weight, const bf16* bias, const bf16* residual,
-                                 int64_t threads) {
-    return few_rows_linear(out, x, weight, bias, residual, *shape, threads);
-}
 FOR_BOTH_TYPES(DEFINE)
+
+int64_t multiplies_bfloat16() { return HAS_BF16_DOT; }
+#if HAS_BF16_DOT
+void pack_weight_bfloat16(bf16* to, const bf16* weight, int64_t outputs, int64_t inputs,
+                          int64_t gated, int64_t threads) {
+    pack_weight(to, weight, outputs, inputs, gated, threads);
+}
+void linear_bfloat16(const LinearCall* call, int64_t threads) { linear(*call, threads); }
+#endif
 }
 #pragma GCC visibility pop

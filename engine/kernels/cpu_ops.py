@@ -8,7 +8,7 @@ cpu_attention.h.
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,11 @@ from torch import Tensor
 from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.device import zeros
 from llmbench.engine.kernels.cpu_build import load_library
-from llmbench.engine.kernels.packed_linear import FewRowsKernel, PackedLinear
+from llmbench.engine.kernels.cpu_linear import ACTIVATION_CODES, CpuLinear, can_pack
 from llmbench.engine.kernels.reference import TorchOps
-from llmbench.engine.layers.linear import Linear, can_pack, make_linear
+from llmbench.engine.layers.linear import Linear
 from llmbench.engine.models.architecture import Activation, DecoderArchitecture
 
-# The order of `enum Activation` in cpu_kernels.cpp.
-_ACTIVATION_CODES: dict[Activation, int] = {
-    name: code for code, name in enumerate(get_args(Activation))
-}
 # MAX_HEAD_DIM and GROUP in cpu_cache.h.
 _MAX_HEAD_DIM = 512
 _GROUP = 16
@@ -73,7 +69,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "act": (_pointer, _pointer, *[_int] * 5),
     "rope_and_store": (*[_pointer] * 8, _int),
     "attention": (*[_pointer] * 5, _int),
-    "argmax": (_pointer, _pointer, _int, _int, _int),
 }
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -112,16 +107,21 @@ class CpuOps(TorchOps):
         self._act = kernel("act")
         self._rope_and_store = kernel("rope_and_store")
         self._attention = kernel("attention")
-        self._argmax = kernel("argmax")
-        self._few_rows_linear: FewRowsKernel = library.few_rows_linear_bfloat16
-        library.few_rows_linear_bfloat16.argtypes = (*[_pointer] * 6, _int)
-        library.few_rows_linear_bfloat16.restype = _int
+        self._library = library
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """A linear layer over a weight [N, C], with a kernel of its own for few rows."""
-        if can_pack(weight):
-            return PackedLinear(weight, bias, self._few_rows_linear)
-        return make_linear(weight, bias)
+        """A linear layer over a weight [N, C]."""
+        if can_pack(self._library, weight):
+            return CpuLinear(self._library, weight, bias)
+        return super().make_linear(weight, bias)
+
+    def make_activated_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, *, gated: bool
+    ) -> Linear:
+        """A linear layer whose output is activated before it is rounded."""
+        if can_pack(self._library, weight):
+            return CpuLinear(self._library, weight, bias, activation=activation, gated=gated)
+        return super().make_activated_linear(weight, bias, activation, gated=gated)
 
     def make_kv_cache(
         self,
@@ -266,12 +266,6 @@ class CpuOps(TorchOps):
         """The activation of each element."""
         return self._activate(x, activation, x.shape[-1], False)
 
-    def argmax(self, x: Tensor) -> Tensor:
-        """Index of the first largest element of each row of x [T, V] -> [T] int64."""
-        out = torch.empty(x.shape[0], dtype=torch.int64)
-        self._argmax(out.data_ptr(), self._address(x), *x.shape, torch.get_num_threads())
-        return out
-
     def _norm_rms(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]
         _check(weight.numel() == size, "weight", weight.shape)
@@ -321,7 +315,7 @@ class CpuOps(TorchOps):
             self._address(x),
             num_tokens,
             size,
-            _ACTIVATION_CODES[activation],
+            ACTIVATION_CODES[activation],
             gated,
             torch.get_num_threads(),
         )

@@ -40,6 +40,16 @@ class TorchOps:
         """A linear layer over a weight [N, C]."""
         return make_linear(weight, bias)
 
+    def make_activated_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, *, gated: bool
+    ) -> Linear:
+        """activation(x W^T + b), the MLP's first half.
+
+        With `gated`, the weight [2 I, C] holds gates and then what they multiply, and the output
+        [T, I] is activation(gate) * up.
+        """
+        return ActivatedLinear(self, self.make_linear(weight, bias), activation, gated=gated)
+
     def make_kv_cache(
         self,
         num_slots: int,
@@ -186,6 +196,25 @@ class TorchOps:
     def act(self, x: Tensor, activation: Activation) -> Tensor:
         """The activation of each element."""
         return ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+
+class ActivatedLinear:
+    """A linear layer and, as an operation of its own, the activation of its output."""
+
+    def __init__(
+        self, ops: TorchOps, linear: Linear, activation: Activation, *, gated: bool
+    ) -> None:
+        self.linear, self.activation = linear, activation
+        self._activate = ops.act_and_mul if gated else ops.act
+        self.kernel, self.weight_bytes = linear.kernel, linear.weight_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, C] to [T, I]."""
+        return self._activate(self.linear(x), self.activation)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` [T, I] plus the activated output."""
+        return residual + self(x)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:

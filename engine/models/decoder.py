@@ -66,7 +66,13 @@ class DecoderLayer:
             return ops.make_linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
         self.attn_qkv, self.attn_out = linear("attn_qkv"), linear("attn_out")
-        self.mlp_in, self.mlp_out = linear("mlp_in"), linear("mlp_out")
+        self.mlp_in = ops.make_activated_linear(
+            weights["mlp_in.weight"],
+            weights.get("mlp_in.bias"),
+            arch.activation,
+            gated=arch.gated_mlp,
+        )
+        self.mlp_out = linear("mlp_out")
         norms = {
             name: _make_norm(arch, ops, weights, name)
             for name in ("attn_pre_norm", "attn_post_norm", "mlp_pre_norm", "mlp_post_norm")
@@ -117,12 +123,7 @@ class DecoderLayer:
         )
         hidden = _add_branch(hidden, self.attn_out, attended, self.attn_post_norm)
         normed = hidden if self.mlp_pre_norm is None else self.mlp_pre_norm(hidden)
-        inner = self.mlp_in(normed)
-        if arch.gated_mlp:
-            inner = ops.act_and_mul(inner, arch.activation)
-        else:
-            inner = ops.act(inner, arch.activation)
-        return _add_branch(hidden, self.mlp_out, inner, self.mlp_post_norm)
+        return _add_branch(hidden, self.mlp_out, self.mlp_in(normed), self.mlp_post_norm)
 
 
 class Decoder:

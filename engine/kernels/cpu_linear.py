@@ -1,0 +1,143 @@
+"""Linear layers on weights in our own packed layout (cpu_linear.h); bfloat16 on CPU.
+
+One layout serves one row and a whole prompt, so the weight is held once. A call costs two
+microseconds beside the arithmetic, where oneDNN's through torch costs ten to twenty, and a row's
+result has the same bits in any batch.
+"""
+
+import ctypes
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from llmbench.engine.models.architecture import Activation
+
+# The order of `enum Activation` in cpu_activation.h.
+ACTIVATION_CODES: dict[Activation, int] = {
+    name: code for code, name in enumerate(get_args(Activation))
+}
+# BLOCK * PAIR and INPUTS in cpu_linear.h: to whose multiples a packed weight is padded.
+_OUTPUTS, _INPUTS = 32, 32
+
+
+class _LinearCall(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+        ("gated", ctypes.c_int64),
+    )
+
+
+def can_pack(library: ctypes.CDLL, weight: Tensor) -> bool:
+    """Whether the kernels multiply such a weight on this processor."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.device.type == "cpu"
+        and bool(library.multiplies_bfloat16())
+    )
+
+
+class CpuLinear:
+    """A linear layer over a packed bfloat16 weight."""
+
+    kernel = "cpu"
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> None:
+        """Pack a weight [N, C].
+
+        With an activation the layer's output is activated; where it is gated too, the first half
+        of N are gates, and the output [T, N / 2] is activation(gate) times the second half.
+        """
+        rows, self.inputs = weight.shape
+        self.outputs = rows // 2 if gated else rows
+        padded_outputs = -(-self.outputs // (_OUTPUTS // 2 if gated else _OUTPUTS)) * _OUTPUTS
+        padded_inputs = -(-self.inputs // _INPUTS) * _INPUTS
+        self.weight = torch.zeros(padded_outputs, padded_inputs, dtype=torch.bfloat16)
+        self.weight_bytes = self.weight.nbytes
+        pack: Any = library.pack_weight_bfloat16
+        pack.argtypes = (ctypes.c_void_p,) * 2 + (ctypes.c_int64,) * 4
+        row_major = weight.contiguous()
+        pack(
+            self.weight.data_ptr(),
+            row_major.data_ptr(),
+            rows,
+            self.inputs,
+            gated,
+            torch.get_num_threads(),
+        )
+        self.bias = None
+        if bias is not None:
+            self.bias = _packed_bias(bias, padded_outputs, gated=gated)
+        self._linear: Any = library.linear_bfloat16
+        self._linear.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        self._linear.restype = None
+        self._rows, self._gated = rows, gated
+        self._activation = -1 if activation is None else ACTIVATION_CODES[activation]
+        self._weight_address = self.weight.data_ptr()
+        self._bias_address = None if self.bias is None else self.bias.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, C] to [T, N]."""
+        return self._run(x, None, torch.empty((x.shape[0], self.outputs), dtype=torch.bfloat16))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` [T, N] plus the layer's output, in place."""
+        if (
+            residual.shape != (x.shape[0], self.outputs)
+            or residual.dtype is not torch.bfloat16
+            or not residual.is_contiguous()
+            or self._gated
+        ):
+            raise ValueError(f"linear layer cannot add to {residual.dtype} {residual.shape}")
+        return self._run(x, residual, residual)
+
+    def _run(self, x: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:
+        rows, inputs = x.shape
+        if inputs != self.inputs or x.dtype is not torch.bfloat16:
+            raise ValueError(f"linear layer cannot take {x.dtype} {tuple(x.shape)}")
+        x = x.contiguous()
+        call = _LinearCall(
+            self._weight_address,
+            self._bias_address,
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            rows,
+            inputs,
+            self._rows,
+            self._activation,
+            self._gated,
+        )
+        self._linear(ctypes.addressof(call), torch.get_num_threads())
+        return out
+
+
+def _packed_bias(bias: Tensor, size: int, *, gated: bool) -> Tensor:
+    """The bias in float32 and in the order of the packed weight's rows."""
+    packed = torch.zeros(size)
+    if gated:
+        half = bias.numel() // 2
+        columns = packed.view(-1, 2, _OUTPUTS // 2)  # [pairs of blocks, gate or not, 16]
+        for i in range(2):
+            padded = torch.zeros(size // 2)
+            padded[:half] = bias[i * half : (i + 1) * half]
+            columns[:, i] = padded.view(-1, _OUTPUTS // 2)
+    else:
+        packed[: bias.numel()] = bias
+    return packed
