@@ -189,7 +189,8 @@ def loaded_llama(random_llama: tuple[Path, Any]) -> Any:
     from llmbench.engine.config import EngineConfig
     from llmbench.engine.models.loader import load_model
 
-    return load_model(EngineConfig(model=str(random_llama[0]), dtype="float32"))
+    config = EngineConfig(model=str(random_llama[0]), dtype="float32", compile=False)
+    return load_model(config)
 
 
 @pytest.fixture(scope="session")
