@@ -222,8 +222,8 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     if "static" in by_name:
         waits = {name: by_name[name]["ttft_p50_s"] for name in ("static", split)}
         finding += (
-            f", while static lets nobody join and has first tokens wait "
-            f"{time_text(waits['static'])} in place of {time_text(waits[split])}"
+            f"; static, which lets nobody join a running batch, gives first tokens after "
+            f"{time_text(waits['static'])} ({split} {time_text(waits[split])})"
         )
     return Conclusion(
         finding=finding,

@@ -258,7 +258,7 @@ def _row(
         "kv_reserved_mean_bytes": reserved * kv_bytes_per_token,
         "kv_used_mean_bytes": used * kv_bytes_per_token,
         "kv_wasted_mean_bytes": (reserved - used) * kv_bytes_per_token,
-        "kv_unfit_mean_bytes": (pool - reserved) * kv_bytes_per_token,
+        "kv_stranded_mean_bytes": (pool - reserved) * kv_bytes_per_token if limited else 0.0,
         "kv_waste_share": (reserved - used) / reserved,
         "kv_used_share": used / pool,
     }
@@ -272,7 +272,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         "kv_used_mean_bytes",
         "kv_wasted_mean_bytes",
         "kv_waste_share",
-        "kv_unfit_mean_bytes",
+        "kv_stranded_mean_bytes",
         "largest_batch",
         "output_throughput_tok_s",
     )
@@ -298,6 +298,12 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
             "throughput_ratio_to_reserved_max_tokens": gains["reserved-max-tokens"],
             "throughput_ratio_to_reserved_model_length": gains["reserved-model-length"],
         },
+        notes=tuple(
+            f"{row['variant']}: memory never kept a request waiting, so its means are over the "
+            "whole run"
+            for row in rows
+            if not row["memory_limited_s"]
+        ),
     )
 
 

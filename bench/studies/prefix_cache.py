@@ -174,7 +174,8 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
                 "speedup_ratio": without / cached,
                 "hit_share": median_of(rows, "num_cached_tokens", prefix_cache="hash", **second)
                 / median_of(rows, "num_prompt_tokens", prefix_cache="hash", **second),
-                "miss_ratio": missed / median_of(rows, "ttft_s", prefix_cache="none", **first),
+                "first_request_ratio": missed
+                / median_of(rows, "ttft_s", prefix_cache="none", **first),
                 "uncached_kv_bytes": median_of(
                     rows, "kv_held_bytes", prefix_cache="none", **second
                 ),
@@ -183,20 +184,20 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         )
     longest = table[-1]
     memory_share = longest["cached_kv_bytes"] / longest["uncached_kv_bytes"]
-    miss_ratio = statistics.median(row["miss_ratio"] for row in table)
+    first_request_ratio = statistics.median(row["first_request_ratio"] for row in table)
     return Conclusion(
         finding=(
             f"behind a cached prefix of {longest['num_prefix_tokens']:,} tokens the first token "
             f"comes after {time_text(longest['cached_ttft_s'])} in place of "
             f"{time_text(longest['uncached_ttft_s'])} ({three_digits(longest['speedup_ratio'])} "
             f"times sooner), and two requests hold {memory_share:.0%} of the memory; where nothing "
-            f"is found, the time is {miss_ratio:.2f} times that without a cache"
+            f"is found, the time is {first_request_ratio:.2f} times that without a cache"
         ),
         table=table,
         summary={
             "speedup_ratio": longest["speedup_ratio"],
             "memory_share": memory_share,
-            "miss_ratio": miss_ratio,
+            "first_request_ratio": first_request_ratio,
         },
     )
 
