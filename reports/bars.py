@@ -11,6 +11,7 @@ from dataclasses import replace
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from llmbench.reports.axes import plain_ticks, series_style
 from llmbench.reports.figure import (
@@ -28,6 +29,8 @@ from llmbench.reports.glyphs import drawable, short_label
 
 COLUMNS = ("panel", "label", "value", "low", "high", "note")
 MAX_COLUMNS = 3
+MAX_TICKS = 5
+"""Intervals between ticks that leave room for `10,000` in the narrowest panel."""
 
 
 def bar_frame(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
@@ -73,6 +76,7 @@ def _draw_panel(panel: Axes, rows: pd.DataFrame, labels: list[str], baseline: st
     ends = rows[["value", "high"]].max(axis=1)
     largest = float(ends.max()) if ends.notna().any() else 1.0
     panel.set_xlim(0, 1.28 * largest or 1.0)  # room for the values
+    panel.xaxis.set_major_locator(MaxNLocator(MAX_TICKS))
     plain_ticks(panel, "x")
     are_counts = bool((rows["value"].dropna() % 1 == 0).all())
     for row in rows.itertuples(index=False):
