@@ -11,6 +11,7 @@ Each policy serves the same requests at the same arrival times, through the proc
 `serve-bench`: mostly short prompts, and every `long_every`-th a long one.
 """
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,13 @@ class BatchingSettings(ModelSettings):
         )
         unknown = [name for name in self.policies if name not in POLICIES]
         if unknown or not self.policies:
-            raise BenchConfigError(
+            error = BenchConfigError(
                 f"policies must be some of {', '.join(POLICIES)}, not {', '.join(unknown)}"
             )
+            for name in unknown:
+                for close in difflib.get_close_matches(name, POLICIES, n=1):
+                    error.add_note(f"did you mean {close}?")
+            raise error
 
     def engine_of(self, policy: Policy) -> EngineConfig:
         """The engine that serves under a policy."""
