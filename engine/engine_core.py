@@ -97,6 +97,8 @@ class EngineCore:
         self._check_token_ids("prompt token id", token_ids)
         self._check_token_ids("stop token id", params.stop_token_ids)
         self._check_token_ids("logit_bias token id", params.logit_bias)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and the model has none")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.loaded.vocab_size:
@@ -234,7 +236,10 @@ class EngineCore:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer, and the model has none")
-            token_ids: list[int] = self.tokenizer.encode(prompt, verbose=False)
+            try:
+                token_ids: list[int] = self.tokenizer.encode(prompt, verbose=False)
+            except (TypeError, ValueError) as error:  # half of a surrogate pair, for one
+                raise RequestError(f"the tokenizer cannot read the prompt: {error}") from error
             return token_ids
         try:
             return [operator.index(token_id) for token_id in prompt]
@@ -248,8 +253,10 @@ class EngineCore:
     def _check_token_ids(self, what: str, token_ids: Iterable[int]) -> None:
         size = self.loaded.vocab_size
         for token_id in token_ids:
-            if not 0 <= token_id < size:
-                raise RequestError(f"{what} {token_id} is outside the vocabulary of {size} tokens")
+            if not hasattr(token_id, "__index__") or not 0 <= token_id < size:
+                raise RequestError(
+                    f"{what} {token_id!r} is outside the vocabulary of {size} tokens"
+                )
 
 
 def _is_prefill(request: Request) -> bool:

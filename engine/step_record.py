@@ -14,7 +14,10 @@ from typing import Any
 class StepRecord:
     """One step of the engine; seconds on time.perf_counter's clock, counts in tokens or blocks.
 
-    A prefill token belongs to a prompt, or to what is computed again after a preemption.
+    A prefill token belongs to a prompt, or to what is computed again: after a preemption, and in
+    every step without a KV cache. The KV figures are those inside the step, when its own tokens
+    are written and nothing that it ends is freed yet; `num_waiting` and `num_running` are the
+    requests behind it.
     """
 
     step: int

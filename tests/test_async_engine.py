@@ -231,7 +231,7 @@ class TestRefusal:
             ([5, 128], {}, "prompt token id 128"),
             ([5], {"stop_token_ids": (500,)}, "stop token id 500"),
             (None, {}, "text or token ids"),
-            ([5], {"stop_token_ids": ("a",)}, "not supported between"),
+            ([5], {"stop": ("end",)}, "stop strings need a tokenizer"),
         ],
     )
     def test_refused_request_gets_one_output_and_the_others_run_on(
@@ -252,6 +252,17 @@ class TestRefusal:
         assert (output.finish_reason, output.answer_index) == ("error", REFUSED)
         assert (output.request_id, output.parent_id) == ("refused", "refused")
         assert error in (output.error or "")
+        assert is_idle(engine)
+
+    def test_request_that_cannot_even_be_read_harms_nobody(
+        self, make_engine: Callable[..., AsyncEngine]
+    ) -> None:
+        engine = make_engine()
+        fine, unreadable = Heard(), Heard()
+        engine.submit(PROMPTS[0], greedy(), "fine", fine)
+        engine.submit(PROMPTS[0], None, "unreadable", unreadable)  # type: ignore[arg-type]
+        assert "NoneType" in (unreadable.wait_for_ends()[0].error or "")
+        assert fine.wait_for_ends()[0].finish_reason == "length"
         assert is_idle(engine)
 
     def test_stream_of_a_refused_request_ends_after_its_one_output(

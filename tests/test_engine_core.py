@@ -155,7 +155,9 @@ class TestRefusal:
             ([5, 128], {}, "prompt token id 128 is outside the vocabulary of 128 tokens"),
             ([-1], {}, "prompt token id -1 is outside"),
             ([5], {"stop_token_ids": (128,)}, "stop token id 128 is outside"),
+            ([5], {"stop_token_ids": ("5",)}, "stop token id '5' is outside"),
             ([5], {"logit_bias": {500: 1.0}}, "logit_bias token id 500 is outside"),
+            ([5], {"stop": ("end",)}, "stop strings need a tokenizer"),
             ([5], {"logprobs": 129}, "logprobs must be at most the vocabulary's 128 .* not 129"),
             ([5], {"prompt_logprobs": 129}, "prompt_logprobs must be at most"),
             ([5] * 256, {}, r"prompt of 256 tokens .* model length of 256 tokens"),
@@ -213,6 +215,18 @@ class TestRefusal:
         assert owner.finish_reason == "length"
         assert_nothing_is_held(core)
         assert len(add(core, "twice", params=greedy(n=2))) == 2
+
+    def test_text_that_is_no_unicode_is_refused(
+        self,
+        make_core: Callable[..., EngineCore],
+        as_loaded: Callable[..., Any],
+        byte_tokenizer: Callable[..., Any],
+    ) -> None:
+        core = make_core(
+            loaded=as_loaded(NullModel(258), vocab_size=258, tokenizer=byte_tokenizer())
+        )
+        with pytest.raises(RequestError, match="the tokenizer cannot read the prompt"):
+            core.make_requests("half a pair: \ud83d", greedy(), "wrong")
 
     def test_numbers_of_other_types_are_token_ids_too(
         self, make_core: Callable[..., EngineCore]

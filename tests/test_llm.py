@@ -272,7 +272,7 @@ prompts_and_params = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=engine_settings(), load=prompts_and_params)
 def test_any_load_ends_and_each_seeded_answer_is_that_of_its_request_alone(
     config: dict[str, Any],
