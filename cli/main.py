@@ -20,7 +20,7 @@ import typer
 from llmbench.bench.errors import BenchConfigError
 from llmbench.cli import doctor, generate, models, serve_bench, study
 from llmbench.cli.options import KNOWN_ERRORS, SettingsError
-from llmbench.cli.output import print_error
+from llmbench.cli.output import print_error, reset_logging
 from llmbench.cli.workload_options import join_goodput
 from llmbench.engine.errors import ConfigError
 
@@ -67,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print_error(str(error), getattr(error, "__notes__", ()))
         return USAGE if isinstance(error, USAGE_ERRORS) else FAILED
-    except KeyboardInterrupt:
-        return _interrupted()
-    except typer.Abort:
+    except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except Exception as error:
         if hasattr(error, "format_message"):  # A usage error, of the parser that typer brings.
             return _usage_error(error)
         return _bug(error)
+    finally:
+        reset_logging()
     if code == INTERRUPTED:
         return _interrupted()
     return code if isinstance(code, int) else DONE

@@ -17,6 +17,7 @@ from typing import TextIO
 import typer
 
 ERROR, WARNING, HINT = "red", "yellow", "cyan"
+LOGGER = logging.getLogger("llmbench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,8 @@ class Output:
 
     def __post_init__(self) -> None:
         level = logging.INFO if self.verbose else logging.WARNING
-        logger = logging.getLogger("llmbench")
-        logger.setLevel(logging.ERROR if self.quiet else level)
-        logger.handlers = [_WarningHandler()]
-        logger.propagate = False
+        LOGGER.setLevel(logging.ERROR if self.quiet else level)
+        LOGGER.handlers = [_MessageHandler()]
 
     def result(self, text: str) -> None:
         """Print a part of the result; silent under `--json`, where `document` is the result."""
@@ -61,7 +60,13 @@ class Output:
             print_labelled("warning", text, WARNING)
 
 
-class _WarningHandler(logging.Handler):
+def reset_logging() -> None:
+    """Leave the process's logging as it was before the first `Output`."""
+    LOGGER.setLevel(logging.NOTSET)
+    LOGGER.handlers = []
+
+
+class _MessageHandler(logging.Handler):
     """Log records in the form of the command line's own messages."""
 
     def emit(self, record: logging.LogRecord) -> None:

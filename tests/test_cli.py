@@ -5,7 +5,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from llmbench.bench.studies.registry import STUDIES
 from llmbench.cli import study
 from llmbench.cli.engine_options import parse_size
 from llmbench.cli.main import main
-from llmbench.cli.output import Output, as_clause, has_color
+from llmbench.cli.output import Output, as_clause, has_color, reset_logging
 from llmbench.cli.progress import Progress
 from llmbench.cli.workload_options import concurrencies_of, join_goodput, rates_of
 from llmbench.engine.errors import CheckpointError, ConfigError, OutOfMemoryError
@@ -35,6 +35,12 @@ COMMANDS = (
     "doctor",
 )
 WITH_EXAMPLES = ("generate", "serve-bench", "models pull", "models list", "doctor", *STUDY_COMMANDS)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    yield
+    reset_logging()
 
 
 Raises = Callable[[BaseException], None]
@@ -248,6 +254,13 @@ def test_log_records_take_the_form_of_messages(
     logging.getLogger("llmbench.engine").info("loading")
     logging.getLogger("llmbench.engine").warning("slower %s", "path")
     assert capfd.readouterr() == ("", expected)
+
+
+def test_a_command_leaves_logging_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["models", "list", "--json"]) == 0
+    with caplog.at_level(logging.INFO):
+        logging.getLogger("llmbench.engine").info("heard")
+    assert caplog.messages == ["heard"]
 
 
 class Terminal(io.StringIO):
