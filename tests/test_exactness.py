@@ -77,39 +77,14 @@ def count_ties(
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A two-layer random Llama, saved, and the same as a transformers model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        eos_token_id=2,
-        bos_token_id=1,
-        initializer_range=0.3,
-    )
-    model = LlamaForCausalLM(config)
-    folder = tmp_path_factory.mktemp("tiny")
-    model.save_pretrained(folder)
-    return folder, model
-
-
-@pytest.fixture(scope="module")
-def expected(tiny: tuple[Path, Any]) -> tuple[list[list[int]], list[list[int]]]:
+def expected(random_llama: tuple[Path, Any]) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts with transformers' greedy answers."""
     prompts = make_prompts(8, 128, 40, seed=1)
-    return prompts, [greedy_reference(tiny[1], prompt, NUM_TOKENS) for prompt in prompts]
+    return prompts, [greedy_reference(random_llama[1], prompt, NUM_TOKENS) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def make_llm(tiny: tuple[Path, Any]) -> Callable[..., LLM]:
+def make_llm(random_llama: tuple[Path, Any]) -> Callable[..., LLM]:
     def make(**config: Any) -> LLM:
         settings: dict[str, Any] = {
             "dtype": "float32",
@@ -117,7 +92,7 @@ def make_llm(tiny: tuple[Path, Any]) -> Callable[..., LLM]:
             "max_num_seqs": 8,
             "check_integrity": True,
         } | config
-        return LLM(str(tiny[0]), **settings)
+        return LLM(str(random_llama[0]), **settings)
 
     return make
 
@@ -133,13 +108,13 @@ def test_greedy_ids_do_not_depend_on_policy_manager_or_chunk(
     policy: str,
     kv_manager: str,
     chunk: int,
-    tiny: tuple[Path, Any],
+    random_llama: tuple[Path, Any],
     expected: tuple[list[list[int]], list[list[int]]],
     make_llm: Callable[..., LLM],
 ) -> None:
     prompts, want = expected
     llm = make_llm(policy=policy, kv_manager=kv_manager, max_num_batched_tokens=chunk)
-    assert count_ties(tiny[1], prompts, answers(llm, prompts), want) <= MAX_TIES
+    assert count_ties(random_llama[1], prompts, answers(llm, prompts), want) <= MAX_TIES
 
 
 @pytest.mark.parametrize("compile_kernels", [False, True])
@@ -151,7 +126,7 @@ def test_greedy_ids_do_not_depend_on_batch_prefix_cache_or_kernels(
     max_num_seqs: int,
     prefix_cache: str,
     compile_kernels: bool,
-    tiny: tuple[Path, Any],
+    random_llama: tuple[Path, Any],
     expected: tuple[list[list[int]], list[list[int]]],
     make_llm: Callable[..., LLM],
 ) -> None:
@@ -163,7 +138,7 @@ def test_greedy_ids_do_not_depend_on_batch_prefix_cache_or_kernels(
         compile=compile_kernels,
     )
     for _ in range(2):  # the second time over a warm cache
-        assert count_ties(tiny[1], prompts, answers(llm, prompts), want) <= MAX_TIES
+        assert count_ties(random_llama[1], prompts, answers(llm, prompts), want) <= MAX_TIES
     hits = sum(record.num_prefix_hit_tokens for record in llm.core.step_records)
     assert (hits > 0) == (prefix_cache == "hash")
 
@@ -171,13 +146,13 @@ def test_greedy_ids_do_not_depend_on_batch_prefix_cache_or_kernels(
 @pytest.mark.parametrize("policy", get_args(Policy))
 def test_preempted_requests_produce_the_same_tokens(
     policy: str,
-    tiny: tuple[Path, Any],
+    random_llama: tuple[Path, Any],
     expected: tuple[list[list[int]], list[list[int]]],
     make_llm: Callable[..., LLM],
 ) -> None:
     prompts, want = expected
     llm = make_llm(policy=policy, num_kv_blocks=24, block_size=4, prefix_cache="none")
-    assert count_ties(tiny[1], prompts, answers(llm, prompts), want) <= MAX_TIES
+    assert count_ties(random_llama[1], prompts, answers(llm, prompts), want) <= MAX_TIES
     preemptions = sum(record.num_preempted for record in llm.core.step_records)
     assert preemptions > 0, "the pool was meant to be too small"
 
@@ -185,7 +160,7 @@ def test_preempted_requests_produce_the_same_tokens(
 @pytest.mark.parametrize("seed", range(4))
 def test_aborts_leave_the_other_requests_tokens_alone(
     seed: int,
-    tiny: tuple[Path, Any],
+    random_llama: tuple[Path, Any],
     expected: tuple[list[list[int]], list[list[int]]],
     make_llm: Callable[..., LLM],
 ) -> None:
@@ -203,7 +178,7 @@ def test_aborts_leave_the_other_requests_tokens_alone(
         if doomed and draw.random() < 0.5:
             core.abort(doomed.pop().request_id)
     got = [kept[f"kept-{i}"].output_token_ids for i in range(len(prompts))]
-    assert count_ties(tiny[1], prompts, got, want) <= MAX_TIES
+    assert count_ties(random_llama[1], prompts, got, want) <= MAX_TIES
     assert core.kv.usage().num_reserved_slots == 0
 
 
@@ -213,12 +188,12 @@ class TestPromptOfWholeBlocks:
     IDS: ClassVar = [5 + 7 * i % 50 for i in range(32)]
 
     def test_every_repetition_gives_the_reference_ids(
-        self, tiny: tuple[Path, Any], make_llm: Callable[..., LLM]
+        self, random_llama: tuple[Path, Any], make_llm: Callable[..., LLM]
     ) -> None:
         llm = make_llm(block_size=16)
         params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, logprobs=0)
         results = [llm.generate([self.IDS], params)[0] for _ in range(3)]
-        want = greedy_reference(tiny[1], self.IDS, 8)
+        want = greedy_reference(random_llama[1], self.IDS, 8)
         assert [result.answers[0].token_ids for result in results] == [want] * 3
         assert [result.num_cached_tokens for result in results] == [0, 16, 16]
         first = [result.answers[0].logprobs[0].logprob for result in results]
@@ -254,7 +229,9 @@ class TestPromptLargerThanPool:
         assert (len(answer.token_ids), answer.finish_reason) == (4, "length")
 
 
-def test_logprobs_equal_the_reference(tiny: tuple[Path, Any], make_llm: Callable[..., LLM]) -> None:
+def test_logprobs_equal_the_reference(
+    random_llama: tuple[Path, Any], make_llm: Callable[..., LLM]
+) -> None:
     prompt = make_prompts(3, 128, 40, seed=3)[1]
     params = SamplingParams(
         temperature=0,
@@ -271,7 +248,9 @@ def test_logprobs_equal_the_reference(tiny: tuple[Path, Any], make_llm: Callable
         answer = result.answers[0]
         ids = prompt + answer.token_ids
         with torch.inference_mode():
-            want = torch.log_softmax(tiny[1](torch.tensor([ids])).logits[0].double(), dim=-1)
+            want = torch.log_softmax(
+                random_llama[1](torch.tensor([ids])).logits[0].double(), dim=-1
+            )
         reported = [*result.prompt_logprobs, *answer.logprobs]
         assert len(reported) == len(ids) - 1
         for position, entry in enumerate(reported):
