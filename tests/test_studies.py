@@ -498,19 +498,21 @@ def test_ratio_of_many_pairs_has_a_bootstrap_interval() -> None:
 def test_fresh_process_reports_its_first_token(tiny_model: str) -> None:
     from llmbench.bench.studies.start_up import time_start_up
 
-    config = VsTransformersSettings(model=tiny_model, num_threads=1).engine_config
-    report = time_start_up(config, [5, 6, 7])
+    settings = VsTransformersSettings(model=tiny_model, prompt_len=64, num_threads=1)
+    report = time_start_up(settings.engine_config, [5, 6, 7])
     assert 0 < report["loaded_s"] < report["first_token_s"]
     assert report["peak_resident_bytes"] > report["weight_bytes"] > 0
 
 
 @pytest.mark.slow
-def test_failed_start_says_why(tmp_path: Path) -> None:
+def test_failed_start_says_why(tiny_model: str) -> None:
     from llmbench.bench.errors import TargetError
     from llmbench.bench.studies.start_up import time_start_up
 
-    with pytest.raises(TargetError, match=r"config\.json"):
-        time_start_up(VsTransformersSettings(model=str(tmp_path)).engine_config, [5])
+    settings = VsTransformersSettings(model=tiny_model, prompt_len=1000)
+    with pytest.raises(TargetError, match="longest is 512 tokens") as caught:
+        time_start_up(settings.engine_config, [5])
+    assert caught.value.__notes__ == ["give --max-model-len 512 or less"]
 
 
 # step-cost

@@ -17,6 +17,7 @@ from typing import Any
 from llmbench.bench.errors import TargetError
 from llmbench.bench.studies.sides import peak_resident_bytes
 from llmbench.engine.config import EngineConfig
+from llmbench.engine.errors import EngineError
 
 
 def time_start_up(config: EngineConfig, prompt: Sequence[int]) -> dict[str, Any]:
@@ -27,10 +28,16 @@ def time_start_up(config: EngineConfig, prompt: Sequence[int]) -> dict[str, Any]
     run = subprocess.run(
         [sys.executable, "-c", program], input=task, capture_output=True, text=True
     )
-    if run.returncode != 0:
+    try:
+        report: dict[str, Any] = json.loads(run.stdout)
+    except ValueError:
         last_line = (run.stderr.strip().splitlines() or ["no message"])[-1]
-        raise TargetError(f"an engine in a fresh process failed: {last_line}")
-    report: dict[str, Any] = json.loads(run.stdout)
+        raise TargetError(f"an engine in a fresh process failed: {last_line}") from None
+    if "error" in report:
+        error = TargetError(f"an engine in a fresh process failed: {report['error']}")
+        for note in report["notes"]:
+            error.add_note(note)
+        raise error
     for name in ("loaded", "first_token"):
         report[f"{name}_s"] = report.pop(f"{name}_at_s") - started
     return report
@@ -38,18 +45,27 @@ def time_start_up(config: EngineConfig, prompt: Sequence[int]) -> dict[str, Any]
 
 def answer_once() -> None:
     """What the fresh process does: read a task, answer it, report and leave."""
+    task = json.load(sys.stdin)
+    try:
+        report = _answer(EngineConfig(**task["config"]), task["prompt"])
+    except EngineError as error:
+        report = {"error": str(error), "notes": list(getattr(error, "__notes__", ()))}
+    print(json.dumps(report), flush=True)
+    os._exit(0)  # without the seconds in which torch takes itself down
+
+
+def _answer(config: EngineConfig, prompt: Sequence[int]) -> dict[str, Any]:
     from llmbench.engine.engine_core import EngineCore
     from llmbench.engine.request import SamplingParams
 
-    task = json.load(sys.stdin)
-    core = EngineCore(EngineConfig(**task["config"]))
+    core = EngineCore(config)
     loaded_at_s = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    (request,) = core.make_requests(task["prompt"], params, "first")
+    (request,) = core.make_requests(prompt, params, "first")
     core.add_request(request)
     while not request.is_finished:
         core.step()
-    report = {
+    return {
         "loaded_at_s": loaded_at_s,
         "first_token_at_s": time.perf_counter(),
         "kernel": core.loaded.model.kernel,
@@ -57,5 +73,3 @@ def answer_once() -> None:
         "weight_bytes": core.memory_plan.weight_bytes,
         "kv_bytes": core.memory_plan.kv_bytes,
     }
-    print(json.dumps(report), flush=True)
-    os._exit(0)  # without the seconds in which torch takes itself down
