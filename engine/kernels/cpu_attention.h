@@ -18,6 +18,7 @@
 
 #include "cpu_cache.h"
 #include "cpu_parallel.h"
+#include "cpu_tiles.h"
 
 struct AttentionBatch {
     int64_t num_seqs, block_size, table_width;
@@ -124,6 +125,72 @@ void mix(int rows, const float* weights, const Tile<T>& tile, int64_t padded_dim
     }
 }
 
+#if HAS_TILES
+// The same products for 16 rows at once; head dims in multiples of 32.
+struct TileProducts {
+    // Registers 0 to 3 sum; 4 times 5 are queries by keys, 6 times 7 weights by values, of which
+    // a group has 8 pairs only.
+    static TileConfig config() {
+        TileConfig config;
+        config.bytes_per_row[6] = 32;
+        config.rows[7] = 8;
+        return config;
+    }
+
+    // Scores [16, 16 groups] of queries [16, depth units].
+    static void score(const float* queries, int64_t stride, const Tile<bf16>& tile, float* scores,
+                      int64_t depth, int64_t groups) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t u = 0; u < depth; u += TILE_ROWS) {
+            int64_t place = u * GROUP * 2;
+            _tile_loadd(4, queries + u, stride * sizeof(float));
+            _tile_loadd(5, tile.keys[0] + place, 64);
+            _tile_dpbf16ps(0, 4, 5);
+            if (groups > 1) {
+                _tile_loadd(5, tile.keys[1] + place, 64);
+                _tile_dpbf16ps(1, 4, 5);
+            }
+            if (groups > 2) {
+                _tile_loadd(5, tile.keys[2] + place, 64);
+                _tile_dpbf16ps(2, 4, 5);
+            }
+            if (groups > 3) {
+                _tile_loadd(5, tile.keys[3] + place, 64);
+                _tile_dpbf16ps(3, 4, 5);
+            }
+        }
+        constexpr int64_t row = TILE * sizeof(float);
+        _tile_stored(0, scores, row);
+        _tile_stored(1, scores + GROUP, row);
+        _tile_stored(2, scores + 2 * GROUP, row);
+        _tile_stored(3, scores + 3 * GROUP, row);
+    }
+
+    // out [16, padded_dim] of weights [16, 16 groups]; 32 columns at a time.
+    static void mix(const float* weights, const Tile<bf16>& tile, int64_t padded_dim, float* out,
+                    int64_t groups) {
+        int64_t row = padded_dim * sizeof(float);
+        for (int64_t column = 0; column < padded_dim; column += 2 * GROUP) {
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t g = 0; g < groups; g++) {
+                const bf16* values = tile.values[g] + column * 2;
+                _tile_loadd(6, weights + g * GROUP / 2, TILE * sizeof(float));
+                _tile_loadd(7, values, row);
+                _tile_dpbf16ps(0, 6, 7);
+                _tile_loadd(7, values + GROUP * 2, row);
+                _tile_dpbf16ps(1, 6, 7);
+            }
+            _tile_stored(0, out + column, row);
+            _tile_stored(1, out + column + GROUP, row);
+        }
+    }
+};
+#endif
+
 // Scores of one row over a tile -> probabilities against the row's own maximum, and their sum.
 // Keys outside [low, high) are hidden, whatever stands in their scores.
 template <class U>
@@ -220,7 +287,8 @@ class Attention {
           cache_{cache, shape.num_kv_heads, shape.head_dim}, threads_(threads),
           group_(shape.num_heads / shape.num_kv_heads),
           depth_(shape.head_dim / U::per_unit), units_(round_up(depth_, W)),
-          out_floats_(cache_.padded_dim()) {}
+          out_floats_(cache_.padded_dim()),
+          use_tiles_(U::per_unit == 2 && shape.head_dim % 32 == 0 && may_use_tiles()) {}
 
     void run() {
         plan();
@@ -266,7 +334,7 @@ class Attention {
                 item.num_parts = (tiles + share - 1) / share;
                 item.kept = kept;
                 item.counter = counters++;
-                kept += tiles * Partial::floats(item.queries * group_, out_floats_);
+                kept += tiles * kept_floats(item);
             }
             for (int64_t part = 0; part < item.num_parts; part++)
                 parts_.push_back({int64_t(i), part});
@@ -278,21 +346,40 @@ class Attention {
     }
 
     Buffers buffers(int64_t rows) const {
-        int64_t sizes[] = {rows * units_, 2 * TILE * out_floats_, MR * TILE,
-                           Partial::floats(rows, out_floats_), Partial::floats(MR, out_floats_)};
+        // Products of tiles take and write whole tiles of rows.
+        rows = round_up(rows, TILE_ROWS);
+        int64_t sizes[] = {rows * units_, 2 * TILE * out_floats_, TILE_ROWS * TILE,
+                           Partial::floats(rows, out_floats_),
+                           Partial::floats(TILE_ROWS, out_floats_)};
         int64_t starts[6] = {};
         for (int i = 0; i < 5; i++) starts[i + 1] = starts[i] + round_up(sizes[i], 16);
         float* memory = worker_scratch.floats(starts[5]);
         return {memory, memory + starts[1], memory + starts[2],
-                Partial::at(memory + starts[3], rows), Partial::at(memory + starts[4], MR)};
+                Partial::at(memory + starts[3], rows),
+                Partial::at(memory + starts[4], TILE_ROWS)};
     }
 
+    // Products of tiles write whole tiles of rows.
+    int64_t kept_floats(const Item& item) const {
+        return Partial::floats(round_up(item.queries * group_, TILE_ROWS), out_floats_);
+    }
     Partial kept_tile(const Item& item, int64_t tile) const {
-        int64_t rows = item.queries * group_, size = Partial::floats(rows, out_floats_);
-        return Partial::at(kept_ + item.kept + (tile - item.first_tile) * size, rows);
+        int64_t place = item.kept + (tile - item.first_tile) * kept_floats(item);
+        return Partial::at(kept_ + place, item.queries * group_);
     }
 
     void work(const Part& part) {
+#if HAS_TILES
+        static const TileConfig config = TileProducts::config();
+        if (use_tiles_) {
+            Tiles tiles(config);
+            return attend_part(part);
+        }
+#endif
+        attend_part(part);
+    }
+
+    void attend_part(const Part& part) {
         const Item& item = items_[part.item];
         int64_t rows = item.queries * group_;
         Buffers to = buffers(rows);
@@ -366,14 +453,15 @@ class Attention {
             tile.keys[g] = keys;
             tile.values[g] = values;
         }
-        if (count % U::per_unit) {
-            // The last value shares its units with a slot not yet written, whose bits are anything:
-            // weight 0 times not-a-number would spoil the sum.
-            int64_t g = count / GROUP;
+        // The last values may be multiplied together with slots not yet written, whose bits are
+        // anything: weight 0 times not-a-number would spoil the sum.
+        int64_t end = round_up(count, use_tiles_ ? GROUP : U::per_unit), g = count / GROUP;
+        if (count < end) {
             T* values = spare + (2 * g + 1) * size;
             if (values != tile.values[g]) std::memcpy(values, tile.values[g], size * sizeof(T));
-            for (int64_t d = 0; d < shape_.head_dim; d++)
-                values[cache_.value_place(count % GROUP, d)] = T{};
+            for (int64_t lane = count % GROUP; lane <= (end - 1) % GROUP; lane++)
+                for (int64_t d = 0; d < shape_.head_dim; d++)
+                    values[cache_.value_place(lane, d)] = T{};
             tile.values[g] = values;
         }
         return tile;
@@ -385,13 +473,13 @@ class Attention {
         int64_t newest = position(item.seq, item.first_query + item.queries - 1);
         int64_t count = newest + 1 - index * TILE < TILE ? newest + 1 - index * TILE : TILE;
         Tile<T> tile = find(item, index, count, reinterpret_cast<T*>(to.spare));
-        for (int64_t row = 0; row < rows; row += MR) {
-            int block = int(rows - row < MR ? rows - row : MR);
+        int64_t block_rows = use_tiles_ ? TILE_ROWS : MR;
+        for (int64_t row = 0; row < rows; row += block_rows) {
+            int block = int(rows - row < block_rows ? rows - row : block_rows);
             // Keys of the tile that the block's last row sees; earlier rows see no others.
             int64_t high = seen(item, row + block - 1, index);
             if (high <= 0) continue;
-            score<U>(block, to.queries + row * units_, units_, tile, to.scores, depth_,
-                     round_up(high, W) / W);
+            score_rows(block, to.queries + row * units_, tile, to.scores, high);
             Partial result = kept ? kept->from(row, out_floats_) : to.tile;
             for (int i = 0; i < block; i++) {
                 int64_t end = seen(item, row + i, index);
@@ -399,13 +487,34 @@ class Attention {
                 soften<U>(to.scores + i * TILE, low, end, shape_, result.maxima + i,
                           result.sums + i);
             }
-            mix<U>(block, to.scores, tile, out_floats_, result.out,
-                   (high + U::per_unit - 1) / U::per_unit);
+            mix_rows(block, to.scores, tile, result.out, high);
             if (kept) continue;
             for (int i = 0; i < block; i++)
                 fold_row(to.running.from(row + i, out_floats_), to.tile.from(i, out_floats_),
                          out_floats_);
         }
+    }
+
+    void score_rows(int rows, const float* queries, const Tile<T>& tile, float* scores,
+                    int64_t high) const {
+#if HAS_TILES
+        if constexpr (U::per_unit == 2)
+            if (use_tiles_)
+                return TileProducts::score(queries, units_, tile, scores, depth_,
+                                           round_up(high, GROUP) / GROUP);
+#endif
+        score<U>(rows, queries, units_, tile, scores, depth_, round_up(high, W) / W);
+    }
+
+    void mix_rows(int rows, const float* weights, const Tile<T>& tile, float* out,
+                  int64_t high) const {
+#if HAS_TILES
+        if constexpr (U::per_unit == 2)
+            if (use_tiles_)
+                return TileProducts::mix(weights, tile, out_floats_, out,
+                                         round_up(high, GROUP) / GROUP);
+#endif
+        mix<U>(rows, weights, tile, out_floats_, out, round_up(high, U::per_unit) / U::per_unit);
     }
 
     // How many keys of the tile are not after a row's position less `back`; may be negative.
@@ -439,6 +548,7 @@ class Attention {
     const T* q_;
     Cache<T> cache_;
     int64_t threads_, group_, depth_, units_, out_floats_;
+    bool use_tiles_;
     std::vector<Item> items_;
     std::vector<Part> parts_;
     float* kept_ = nullptr;

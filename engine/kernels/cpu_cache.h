@@ -71,7 +71,8 @@ struct Cache {
         int64_t group = slot / GROUP, lane = slot % GROUP;
         for (int64_t head = 0; head < num_kv_heads; head++, k += head_dim, v += head_dim) {
             T *to_keys = keys(group, head), *to_values = values(group, head);
-            for (int64_t d = 0; d < head_dim; d++) to_keys[key_place(lane, d)] = k[d];
+            for (int64_t d = 0; d < head_dim; d += per_unit)
+                std::memcpy(to_keys + key_place(lane, d), k + d, per_unit * sizeof(T));
             for (int64_t d = 0; d < head_dim; d++) to_values[value_place(lane, d)] = v[d];
         }
     }

@@ -13,14 +13,7 @@
 #include "cpu_activation.h"
 #include "cpu_cache.h"
 #include "cpu_parallel.h"
-
-#if HAS_BF16_DOT && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#define HAS_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#define HAS_AMX 0
-#endif
+#include "cpu_tiles.h"
 
 // Outputs in a block, blocks in a pair, inputs to whose multiple rows are padded.
 constexpr int64_t BLOCK = 16, PAIR = 2, INPUTS = 32;
@@ -146,40 +139,7 @@ void dot_pairs(const LinearCall& call, const bf16* x, int64_t first, int64_t las
 }
 #endif
 
-#if HAS_AMX
-// The kernel lets a process use tiles only when asked: ARCH_REQ_XCOMP_PERM for XTILEDATA.
-inline bool may_use_tiles() {
-    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return granted;
-}
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// Tile registers are configured per thread; torch's own matmuls use them too and get them back.
-class Tiles {
-  public:
-    Tiles() {
-        static const TileConfig ours;
-        _tile_storeconfig(&theirs_);
-        _tile_loadconfig(&ours);
-    }
-    ~Tiles() {
-        if (theirs_.palette)
-            _tile_loadconfig(&theirs_);
-        else
-            _tile_release();
-    }
-
-  private:
-    TileConfig theirs_;
-};
-
-constexpr int64_t TILE_ROWS = 16;
-
+#if HAS_TILES
 // One or two tiles of rows (x0, x1) by one pair of blocks -> sums [32, 32].
 template <int N>
 void tile_product(float* sums, const bf16* weight, const bf16* x0, const bf16* x1, int64_t padded,
@@ -246,7 +206,8 @@ void emit_rows(const LinearCall& call, int64_t row, int64_t rows, int64_t pair,
 // `last_rows` is a whole tile: the rows behind the last multiple of 16, and zeros.
 void tile_pairs(const LinearCall& shared, const bf16* x, const bf16* last_rows, int64_t first,
                 int64_t last) {
-    Tiles tiles;
+    static const TileConfig config;
+    Tiles tiles(config);
     const LinearCall call = shared;  // a copy that no store can change: it stays in registers
     int64_t padded = packed_inputs(call.inputs);
     alignas(64) float sums[2 * TILE_ROWS * PAIR * BLOCK];
@@ -292,7 +253,7 @@ void linear(const LinearCall& call, int64_t threads) {
     int64_t share = round_up(pairs / (16 * threads) + 1, 2);
     parallel_for((pairs + share - 1) / share, threads, [&](int64_t i) {
         int64_t first = i * share, last = first + share < pairs ? first + share : pairs;
-#if HAS_AMX
+#if HAS_TILES
         if (may_use_tiles()) return tile_pairs(call, x, last_rows, first, last);
 #endif
         dot_pairs(call, x, first, last);

@@ -87,10 +87,15 @@ class CpuLinear:
         self._linear: Any = library.linear_bfloat16
         self._linear.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self._linear.restype = None
-        self._rows, self._gated = rows, gated
-        self._activation = -1 if activation is None else ACTIVATION_CODES[activation]
-        self._weight_address = self.weight.data_ptr()
-        self._bias_address = None if self.bias is None else self.bias.data_ptr()
+        self._gated = gated
+        self._call = _LinearCall(
+            weight=self.weight.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            inputs=self.inputs,
+            outputs=rows,
+            activation=-1 if activation is None else ACTIVATION_CODES[activation],
+            gated=gated,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] to [T, N]."""
@@ -112,18 +117,11 @@ class CpuLinear:
         if inputs != self.inputs or x.dtype is not torch.bfloat16:
             raise ValueError(f"linear layer cannot take {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
-        call = _LinearCall(
-            self._weight_address,
-            self._bias_address,
-            x.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            out.data_ptr(),
-            rows,
-            inputs,
-            self._rows,
-            self._activation,
-            self._gated,
-        )
+        # A call of its own, since two threads may run one model.
+        call = _LinearCall.from_buffer_copy(self._call)
+        call.x, call.out, call.rows = x.data_ptr(), out.data_ptr(), rows
+        if residual is not None:
+            call.residual = residual.data_ptr()
         self._linear(ctypes.addressof(call), torch.get_num_threads())
         return out
 
