@@ -133,6 +133,14 @@ def generate_command(
     _answer(core, requests, output)
     duration_s = time.perf_counter() - started
 
+    for index, request in enumerate(requests):
+        if request.finish_reason == "length" and request.num_output_tokens < max_tokens:
+            output.warning(
+                f"answer {index + 1} ends after {request.num_output_tokens} tokens: the model's "
+                "length or the KV pool holds no more"
+            )
+        elif request.error is not None:
+            output.warning(f"answer {index + 1} failed: {request.error}")
     num_prompt = sum(request.num_prompt_tokens for request in requests)
     num_output = sum(request.num_output_tokens for request in requests)
     output.note(
