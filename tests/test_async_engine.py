@@ -1,6 +1,7 @@
 """The engine on its own thread: streams, aborts, refusals, failures and the end of it."""
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -412,6 +413,49 @@ class TestCallbacks:
             heard.wait_for_ends()
             assert len(engine.take_step_records()) == 6
         assert engine.take_step_records() == []
+
+
+def test_every_answer_has_one_end_whoever_submits_and_aborts(
+    make_engine: Callable[..., AsyncEngine], as_loaded: Callable[..., Any]
+) -> None:
+    engine = make_engine(loaded=as_loaded(NullModel(64, token_id=7)), num_kv_blocks=12)
+    num_threads, num_requests, num_answers = 6, 12, 2
+    heard = {(t, i): Heard() for t in range(num_threads) for i in range(num_requests)}
+
+    def use(thread: int) -> None:
+        draw = random.Random(thread)
+        for index in range(num_requests):
+            prompt = [draw.randrange(64) for _ in range(draw.randint(1, 12))]
+            # Some ids are in use by another thread, and some of these are aborted by it.
+            request_id = f"{draw.choice([thread, 0])}-{index}"
+            params = greedy(draw.randint(1, 12), n=num_answers)
+            engine.submit(prompt, params, request_id, heard[thread, index])
+            if draw.random() < 0.4:
+                engine.abort(request_id)
+
+    threads = [threading.Thread(target=use, args=(thread,)) for thread in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    while engine.call(lambda core: core.has_unfinished):
+        pass  # each call lets a step pass
+    num_refused = 0
+    for one in heard.values():
+        ends = [output for output in one.outputs if output.finish_reason is not None]
+        if ends[0].answer_index == REFUSED:
+            assert one.outputs == ends[:1]
+            assert "already running" in (ends[0].error or "")
+            num_refused += 1
+            continue
+        assert sorted(output.answer_index for output in ends) == list(range(num_answers))
+        for end in ends:
+            mine = [o for o in one.outputs if o.answer_index == end.answer_index]
+            assert mine[-1] is end
+            assert sum(len(output.new_token_ids) for output in mine) == end.num_output_tokens
+    assert num_refused < len(heard)
+    assert is_idle(engine)
+    assert engine.failure is None
 
 
 class TestFailure:

@@ -187,12 +187,11 @@ class RecallModel:
     num_layers = 1
     kernel = "recall"
     weight_bytes = 0
-    vocab_size = 32
     num_hashes = 509
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randn(self.num_hashes, self.vocab_size, generator=generator)
+        self.rows = torch.randn(self.num_hashes, vocab_size, generator=generator)
 
     def make_kv_cache(self, num_slots: int) -> list[torch.Tensor]:
         return [torch.full((num_slots,), -1, dtype=torch.int64)]
@@ -218,7 +217,8 @@ class RecallModel:
         return self.rows[hidden[:, 0]]
 
 
-token_ids = st.integers(0, RecallModel.vocab_size - 1)
+VOCAB_SIZE = 32
+token_ids = st.integers(0, VOCAB_SIZE - 1)
 
 
 @st.composite
@@ -281,8 +281,8 @@ def test_any_load_ends_and_each_seeded_answer_is_that_of_its_request_alone(
     as_loaded: Callable[..., Any],
 ) -> None:
     loaded = as_loaded(
-        RecallModel(),
-        vocab_size=RecallModel.vocab_size,
+        RecallModel(VOCAB_SIZE),
+        vocab_size=VOCAB_SIZE,
         max_model_len=24,
         eos_token_ids=frozenset({2, 30}),
     )
@@ -328,3 +328,57 @@ def without_cache_hits(result: RequestResult) -> RequestResult:
         prompt_logprobs=result.prompt_logprobs,
         answers=result.answers,
     )
+
+
+STOPS = ("ab", "ba", "aab", "한", "bbb", "a한", "b\N{REPLACEMENT CHARACTER}")
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    stops=st.lists(st.sampled_from(STOPS), max_size=3, unique=True).map(tuple),
+    max_tokens=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+    chunk=st.sampled_from([1, 8, 64]),
+)
+def test_streamed_text_is_the_bytes_up_to_the_stop(
+    stops: tuple[str, ...],
+    max_tokens: int,
+    seed: int,
+    chunk: int,
+    make_llm: Callable[..., LLM],
+    as_loaded: Callable[..., Any],
+    byte_tokenizer: Callable[..., Any],
+) -> None:
+    tokenizer = byte_tokenizer()
+    loaded = as_loaded(RecallModel(258), vocab_size=258, tokenizer=tokenizer)
+    core = make_llm(loaded=loaded, max_num_batched_tokens=chunk).core
+    # Nothing but the bytes of these: characters begin and break off, stop strings come and go.
+    letters = "ab한".encode()
+    byte_of = dict(zip(tokenizer.encode("ab한"), letters, strict=True))
+    params = SamplingParams(
+        temperature=5.0,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=stops,
+        logit_bias=dict.fromkeys(byte_of, 1000.0),
+    )
+    (request,) = core.make_requests("Say: ", params, "streamed")
+    core.add_request(request)
+    deltas: list[str] = []
+    while core.has_unfinished:
+        deltas += [output.text_delta for output in core.step()]
+    text = bytes(byte_of[token_id] for token_id in request.output_token_ids).decode(
+        "utf-8", "replace"
+    )
+    if request.finish_reason == "stop":
+        assert isinstance(request.stop_reason, str)
+        text = text[: text.index(request.stop_reason)]
+    else:
+        assert request.num_output_tokens == max_tokens
+    assert "".join(deltas) == text
+    assert request.detokenizer is not None
+    assert request.detokenizer.text == text
+    (result,) = make_llm(loaded=loaded).generate(["Say: "], params)
+    assert result.answers[0].text == text
+    # The mark of a character that the cap cut off comes too late to be a stop.
+    assert not any(stop in text for stop in stops if "\N{REPLACEMENT CHARACTER}" not in stop)
