@@ -10,8 +10,6 @@ which makes about one message a step.
 import functools
 import logging
 import queue
-import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +33,7 @@ from llmbench.bench.client.processes import (
     connected_pair,
     describe_exit,
     failure,
+    peak_resident_bytes,
     raise_failure,
     spawn,
     stop_process,
@@ -194,15 +193,10 @@ def _engine_main(
                 engine.begin_cell()
             elif isinstance(command, EndCell):
                 engine.end_cell(command.steps_path)
-            control.send(Done(_peak_resident_bytes()))
+            control.send(Done(peak_resident_bytes()))
         except Exception as error:
             control.send(failure(error))
     control.send(failure(failed))
-
-
-def _peak_resident_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class _LoadServer:

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NoReturn
 
 from llmbench.bench.client.messages import Failed
@@ -156,3 +158,18 @@ def _interrupts_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process has held.
+
+    Linux keeps it with the program (VmHWM). What getrusage says there begins with the parent's,
+    because it survives the start of a new program.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

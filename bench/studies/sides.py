@@ -5,7 +5,6 @@ neither threads nor caches of their libraries, and the memory of each can be rea
 that is not asked waits for a message; that its threads do not spin meanwhile is measured.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from llmbench.bench.client.processes import (
     connected_pair,
     describe_exit,
     failure,
+    peak_resident_bytes,
     raise_failure,
     spawn,
     stop_process,
@@ -251,20 +251,3 @@ def _serve(connection: Connection, make_side: MakeSide) -> None:
         except Exception as error:
             answer = failure(error)
         connection.send(answer)
-
-
-def peak_resident_bytes() -> int:
-    """Most memory that this process has held.
-
-    Linux keeps it with the program (VmHWM). What getrusage says there begins with the parent's,
-    because it survives the start of a new program.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from llmbench.bench.client.processes import peak_resident_bytes
 from llmbench.bench.errors import TargetError
-from llmbench.bench.studies.sides import peak_resident_bytes
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.errors import EngineError
 
