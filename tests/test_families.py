@@ -75,7 +75,8 @@ def test_head_dim_is_independent_of_hidden_size_over_heads(
     torch.testing.assert_close(found, logits_of(reference, PROMPT), atol=TOLERANCE, rtol=0)
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16")
     assert load_model(config).kv_bytes_per_token == 2 * 2 * 2 * 32 * 2
-    assert loaded.model.make_kv_cache(8)[0].shape == (8, 4, 32)
+    held = sum(cache.nbytes for cache in loaded.model.make_kv_cache(16))
+    assert held == 16 * loaded.kv_bytes_per_token
 
 
 def test_reported_config_with_its_own_head_dim_loads(cases_dir: Path, tmp_path: Path) -> None:

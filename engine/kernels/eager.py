@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.kernels.reference import ACTIVATIONS, TorchOps
+from llmbench.engine.layers.attention.backend import AttentionBackend
 from llmbench.engine.layers.attention.torch_backend import TorchAttention
 from llmbench.engine.models.architecture import Activation
 
@@ -25,7 +26,7 @@ class EagerOps(TorchOps):
     name = "eager"
 
     def __init__(self) -> None:
-        self._attention = TorchAttention()
+        self._attention: AttentionBackend = TorchAttention()
         self._weights: dict[tuple[int, torch.dtype], Tensor | None] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

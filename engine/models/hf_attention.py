@@ -22,6 +22,7 @@ from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.errors import UnsupportedModelError
+from llmbench.engine.layers.attention.backend import AttentionBackend
 from llmbench.engine.layers.attention.torch_backend import TorchAttention
 
 ATTENTION = "llmbench"
@@ -41,7 +42,7 @@ class Step:
 
 
 _step: ContextVar[Step | None] = ContextVar("llmbench_attention_step", default=None)
-_backend = TorchAttention()
+_backend: AttentionBackend = TorchAttention()
 
 
 @contextmanager
