@@ -20,6 +20,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  else "llmbench needs Python 3.11 or newer; name one: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -c 'from llmbench.engine.kernels.cpu_build import load_library; load_library()' \
+	  2> /dev/null || echo 'no compiled CPU kernels (see llmbench doctor): plain torch will run'
 	@touch $@
 
 demo: setup  ## fetch the demo model, sweep nine load points, draw the plots: a few minutes
