@@ -37,6 +37,7 @@ SOURCES = (
     "cpu_cache.h",
     "cpu_linear.h",
     "cpu_parallel.h",
+    "cpu_products.h",
     "cpu_tiles.h",
     "cpu_vector.h",
 )
