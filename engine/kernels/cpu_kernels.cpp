@@ -57,22 +57,10 @@ float norm_scale(const T* x, int64_t size, float eps) {
 }
 
 template <class T>
-void add_row(T* residual, const T* x, int64_t size) {
-    for_vectors(size, [&](int64_t i, int64_t width) {
-        store_width(residual + i, load_width(residual + i, width) + load_width(x + i, width),
-                    width);
-    });
-}
-
-template <class T>
-void rms_norm(T* out, const T* x, T* residual, const float* weight, int64_t rows, int64_t size,
-              float eps, int64_t threads) {
+void rms_norm(T* out, const T* x, const float* weight, int64_t rows, int64_t size, float eps,
+              int64_t threads) {
     parallel_rows(rows, size, threads, [=](int64_t row) {
         const T* in = x + row * size;
-        if (residual) {
-            add_row(residual + row * size, in, size);
-            in = residual + row * size;
-        }
         vf scale = splat(norm_scale(in, size, eps));
         for_vectors(size, [&](int64_t i, int64_t width) {
             vf v = load_width(in + i, width) * scale * load_width(weight + i, width);
@@ -83,14 +71,10 @@ void rms_norm(T* out, const T* x, T* residual, const float* weight, int64_t rows
 
 // Mean first, then the squares around it: no cancellation where the mean is large.
 template <class T>
-void layer_norm(T* out, const T* x, T* residual, const float* weight, const float* bias,
-                int64_t rows, int64_t size, float eps, int64_t threads) {
+void layer_norm(T* out, const T* x, const float* weight, const float* bias, int64_t rows,
+                int64_t size, float eps, int64_t threads) {
     parallel_rows(rows, size, threads, [=](int64_t row) {
         const T* in = x + row * size;
-        if (residual) {
-            add_row(residual + row * size, in, size);
-            in = residual + row * size;
-        }
         vf total = {};
         for_vectors(size, [&](int64_t i, int64_t width) { total += load_width(in + i, width); });
         float mean = sum(total) / float(size);
@@ -201,14 +185,13 @@ void rope_and_store(const RopeShape& shape, T* qkv, const float* cos, const floa
 #define FOR_BOTH_TYPES(DEFINE) DEFINE(float32, float) DEFINE(bfloat16, bf16)
 
 #define DEFINE(NAME, T)                                                                           \
-    void rms_norm_##NAME(T* out, const T* x, T* residual, const float* weight, int64_t rows,      \
-                         int64_t size, float eps, int64_t threads) {                              \
-        rms_norm(out, x, residual, weight, rows, size, eps, threads);                             \
+    void rms_norm_##NAME(T* out, const T* x, const float* weight, int64_t rows, int64_t size,     \
+                         float eps, int64_t threads) {                                            \
+        rms_norm(out, x, weight, rows, size, eps, threads);                                       \
     }                                                                                             \
-    void layer_norm_##NAME(T* out, const T* x, T* residual, const float* weight,                  \
-                           const float* bias, int64_t rows, int64_t size, float eps,              \
-                           int64_t threads) {                                                     \
-        layer_norm(out, x, residual, weight, bias, rows, size, eps, threads);                     \
+    void layer_norm_##NAME(T* out, const T* x, const float* weight, const float* bias,            \
+                           int64_t rows, int64_t size, float eps, int64_t threads) {              \
+        layer_norm(out, x, weight, bias, rows, size, eps, threads);                               \
     }                                                                                             \
     void act_##NAME(T* out, const T* x, int64_t rows, int64_t size, int64_t activation,           \
                     int64_t gated, int64_t threads) {                                             \

@@ -64,8 +64,8 @@ class _AttentionShape(ctypes.Structure):
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "rms_norm": (*[_pointer] * 4, _int, _int, _float, _int),
-    "layer_norm": (*[_pointer] * 5, _int, _int, _float, _int),
+    "rms_norm": (*[_pointer] * 3, _int, _int, _float, _int),
+    "layer_norm": (*[_pointer] * 4, _int, _int, _float, _int),
     "act": (_pointer, _pointer, *[_int] * 5),
     "rope_and_store": (*[_pointer] * 8, _int),
     "attention": (*[_pointer] * 5, _int),
@@ -144,28 +144,39 @@ class CpuOps(TorchOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of the rows of x [T, H]; weight [H] is float32."""
-        return self._norm_rms(x, None, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place, and norm the sum as it stands there (rounded)."""
-        return self._norm_rms(x, residual, weight, eps)
+        size = x.shape[-1]
+        _check(weight.numel() == size, "weight", weight.shape)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            out.data_ptr(),
+            self._address(x),
+            _float_address(weight),
+            x.numel() // size,
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
 
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         """Layer norm of the rows of x [T, H]; weight and bias are float32 [H]."""
-        return self._norm_layer(x, None, weight, bias, eps)
-
-    def add_layer_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        """Add x to `residual` in place, and norm the sum as it stands there (rounded)."""
-        return self._norm_layer(x, residual, weight, bias, eps)
+        size = x.shape[-1]
+        for vector in (weight, bias):
+            _check(vector is None or vector.numel() == size, "weight or bias", vector)
+        out = torch.empty_like(x)
+        self._layer_norm(
+            out.data_ptr(),
+            self._address(x),
+            _float_address(weight),
+            _float_address(bias),
+            x.numel() // size,
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
 
     def rope_and_store(
         self,
@@ -266,47 +277,6 @@ class CpuOps(TorchOps):
         """The activation of each element."""
         return self._activate(x, activation, x.shape[-1], False)
 
-    def _norm_rms(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        size = x.shape[-1]
-        _check(weight.numel() == size, "weight", weight.shape)
-        out = torch.empty_like(x)
-        self._rms_norm(
-            out.data_ptr(),
-            self._address(x),
-            None if residual is None else self._residual_address(residual, x),
-            _float_address(weight),
-            x.numel() // size,
-            size,
-            eps,
-            torch.get_num_threads(),
-        )
-        return out
-
-    def _norm_layer(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        size = x.shape[-1]
-        for vector in (weight, bias):
-            _check(vector is None or vector.numel() == size, "weight or bias", vector)
-        out = torch.empty_like(x)
-        self._layer_norm(
-            out.data_ptr(),
-            self._address(x),
-            None if residual is None else self._residual_address(residual, x),
-            _float_address(weight),
-            _float_address(bias),
-            x.numel() // size,
-            size,
-            eps,
-            torch.get_num_threads(),
-        )
-        return out
-
     def _activate(self, x: Tensor, activation: Activation, size: int, gated: bool) -> Tensor:
         num_tokens = x.shape[0]
         out = torch.empty((num_tokens, size), dtype=self.dtype)
@@ -325,10 +295,6 @@ class CpuOps(TorchOps):
         if x.dtype is not self.dtype or not x.is_contiguous():
             _check(False, f"contiguous {self.dtype} tensor", (x.dtype, x.stride()))
         return x.data_ptr()
-
-    def _residual_address(self, residual: Tensor, x: Tensor) -> int:
-        _check(residual.shape == x.shape, "residual", residual.shape)
-        return self._address(residual)
 
 
 def _float_address(x: Tensor | None) -> int | None:

@@ -75,28 +75,11 @@ class TorchOps:
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (wide * scale * weight).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place, and norm the sum as it stands there (rounded)."""
-        residual += x
-        return self.rms_norm(residual, weight, eps)
-
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         """Layer norm (Ba et al. 2016) of the rows of x [T, H]; weight and bias are float32 [H]."""
         return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
-
-    def add_layer_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        """Add x to `residual` in place, and norm the sum as it stands there (rounded)."""
-        residual += x
-        return self.layer_norm(residual, weight, bias, eps)
 
     def rope_factors(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What `rope_and_store` takes as cos and sin, from float32 [T, R]; made once a step."""
