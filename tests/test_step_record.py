@@ -28,7 +28,7 @@ def record(step: int) -> StepRecord:
         kv_cached_blocks=11,
         kv_reserved_slots=32,
         kv_used_slots=20,
-        kernel="onednn+cpp",
+        kernel="cpu+cpu",
     )
 
 
