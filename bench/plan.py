@@ -5,11 +5,15 @@ dataset without a usable row, a model that does not fit. Nothing is loaded but t
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from llmbench.bench.config import Cell, ServeBenchConfig
-from llmbench.bench.environment import gpu_facts, memory_facts
+from llmbench.bench.environment import gpu_facts, memory_facts, usable_cores
 from llmbench.bench.model_facts import ModelFacts, read_model_facts
 from llmbench.bench.strict_json import digest
 from llmbench.bench.workloads.tokenizer import load_tokenizer
@@ -17,6 +21,9 @@ from llmbench.bench.workloads.workload import Workload, build_workload
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.memory import MemoryPlan
 from llmbench.engine.models.source import resolve_folder
+
+PROBE_BYTES = 64 * 1024**2
+"""Read by each core to time the memory: more than the caches of one hold."""
 
 DIGEST_CHARACTERS = 10
 """Of a cell's name: 40 bits, so that two cells of a folder never share one by chance."""
@@ -28,6 +35,7 @@ class Plan:
 
     Attributes:
         memory: How the engine is going to divide the memory that is free now.
+        read_bytes_s: How fast this machine reads memory; None where the model runs on a GPU.
     """
 
     cells: tuple[Cell, ...]
@@ -35,10 +43,21 @@ class Plan:
     workload: Workload
     model: ModelFacts
     memory: MemoryPlan
+    max_num_seqs: int
+    read_bytes_s: float | None
 
     def least_seconds(self, cell: Cell) -> float | None:
-        """Shortest time that a cell can take; None where only the engine's speed decides."""
-        return estimate_seconds(cell, None)
+        """About the shortest time that a cell can take; None where nothing bounds it.
+
+        Its schedule, or the steps that its answers take at their full length, each of which reads
+        all weights once.
+        """
+        times = [estimate_seconds(cell, None)]
+        if self.read_bytes_s is not None:
+            most = min(cell.max_concurrency or cell.num_prompts, cell.num_prompts)
+            num_steps = self.workload.num_output_tokens / min(most, self.max_num_seqs)
+            times.append(num_steps * self.model.weight_bytes / self.read_bytes_s)
+        return max((time for time in times if time is not None), default=None)
 
 
 def prepare(config: ServeBenchConfig, *, on_progress: Callable[[str], None] | None = None) -> Plan:
@@ -64,6 +83,8 @@ def prepare(config: ServeBenchConfig, *, on_progress: Callable[[str], None] | No
         workload=workload,
         model=model,
         memory=memory,
+        max_num_seqs=engine.max_num_seqs,
+        read_bytes_s=read_bytes_s() if is_cpu else None,
     )
 
 
@@ -82,6 +103,19 @@ def estimate_seconds(cell: Cell, capacity_req_s: float | None) -> float | None:
     if capacity_req_s is not None:
         times.append(cell.num_prompts / capacity_req_s)
     return max(times, default=None)
+
+
+def read_bytes_s() -> float:
+    """Measure how fast all cores together read memory, bytes a second; takes about 50 ms."""
+    num_threads = max(1, round(usable_cores()))  # a container may have a part of one
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:
+        parts = [np.ones(PROBE_BYTES // 8) for _ in range(num_threads)]
+        durations = []
+        for _ in range(3):
+            start = time.perf_counter()
+            list(pool.map(np.sum, parts))
+            durations.append(time.perf_counter() - start)
+    return PROBE_BYTES * len(parts) / min(durations)
 
 
 def _free_bytes(engine: EngineConfig) -> tuple[int, bool]:

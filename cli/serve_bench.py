@@ -204,7 +204,9 @@ def _print_plan(config: ServeBenchConfig, streams: Output) -> None:
     streams.result(f"cells     {len(plan.cells)}")
     for cell in plan.cells:
         seconds = plan.least_seconds(cell)
-        needs = "as fast as the engine goes" if seconds is None else f"at least {seconds:,.0f} s"
+        needs = (
+            "as fast as the engine goes" if seconds is None else f"about {seconds:,.0f} s or more"
+        )
         streams.result(f"  {cell.label:32} {needs}")
 
 

@@ -21,7 +21,7 @@ from llmbench.bench.client.null_engine import NullEngine, make_null_engine
 from llmbench.bench.config import Cell, ServeBenchConfig
 from llmbench.bench.errors import BenchConfigError, ResultsError, TargetError
 from llmbench.bench.model_facts import read_model_facts
-from llmbench.bench.plan import cell_id, estimate_seconds, prepare
+from llmbench.bench.plan import cell_id, estimate_seconds, prepare, read_bytes_s
 from llmbench.bench.results import read_results
 from llmbench.bench.sweep import SweepProgress, run_serve_bench
 from llmbench.bench.workloads.workload import RequestSpec, Workload, WorkloadConfig
@@ -283,6 +283,23 @@ def test_a_cell_takes_its_schedule_or_what_the_engine_needs(
 
 def test_time_of_a_burst_is_unknown_before_it_has_run() -> None:
     assert estimate_seconds(dataclasses.replace(CELL, request_rate=math.inf), None) is None
+
+
+def test_a_closed_loop_reads_the_weights_once_for_each_token_of_its_users(
+    model: Path, tmp_path: Path
+) -> None:
+    plan = prepare(config_for(model, tmp_path / "out", rates=(math.inf,), caps=(2, 4)))
+    plan = dataclasses.replace(plan, read_bytes_s=1000.0)
+    steps = plan.workload.num_output_tokens / 2
+    two, four = (plan.least_seconds(cell) for cell in plan.cells)
+    assert two == pytest.approx(steps * plan.model.weight_bytes / 1000.0)
+    assert four == pytest.approx(steps / 2 * plan.model.weight_bytes / 1000.0)
+    on_a_gpu = dataclasses.replace(plan, read_bytes_s=None)
+    assert on_a_gpu.least_seconds(plan.cells[0]) is None
+
+
+def test_memory_is_read_at_some_speed() -> None:
+    assert 1e8 < read_bytes_s() < 1e13
 
 
 def test_plan_says_what_will_be_done(model: Path, tmp_path: Path) -> None:
