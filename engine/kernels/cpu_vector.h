@@ -161,15 +161,29 @@ static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 // Absolute error below 2e-7.
 static inline vf tanh(vf x) { return 1.0f - 2.0f / (1.0f + exp(2.0f * x)); }
 
-// Abramowitz and Stegun 7.1.26; absolute error below 2e-7.
+// erf(x), absolute error below 1e-7: x (1 + P(x^2)) up to 1, and 1 - exp(-Q(|x|)) beyond, up to 4,
+// where it is 1 in float32. P and Q interpolate at Chebyshev nodes.
 static inline vf erf(vf x) {
     vf size = x < 0.0f ? -x : x;
-    vf t = 1.0f / (1.0f + 0.3275911f * size);
-    vf p = splat(1.061405429f);
-    p = p * t - 1.453152027f;
-    p = p * t + 1.421413741f;
-    p = p * t - 0.284496736f;
-    p = p * t + 0.254829592f;
-    vf positive = 1.0f - p * t * exp(-size * size);
-    return x < 0.0f ? -positive : positive;
+    vf square = size * size;
+    vf p = splat(7.882497109e-5f);
+    p = p * square - 8.018854992e-4f;
+    p = p * square + 5.189311943e-3f;
+    p = p * square - 2.685432880e-2f;
+    p = p * square + 1.128359746e-1f;
+    p = p * square - 3.761262690e-1f;
+    p = p * square + 1.283791659e-1f;
+    vf bounded = size > 4.0f ? splat(4.0f) : size;
+    vf q = splat(-1.614061601e-6f);
+    q = q * bounded + 4.559062240e-5f;
+    q = q * bounded - 5.927695375e-4f;
+    q = q * bounded + 4.740222340e-3f;
+    q = q * bounded - 2.636471736e-2f;
+    q = q * bounded + 1.099782451e-1f;
+    q = q * bounded + 6.319370937e-1f;
+    q = q * bounded + 1.130166676f;
+    q = q * bounded - 3.032129692e-4f;
+    vf far = 1.0f - exp(-q);
+    far = x < 0.0f ? -far : far;
+    return size < 1.0f ? p * x + x : far;
 }
