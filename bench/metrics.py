@@ -109,7 +109,8 @@ def cell_metrics(
     }
     metrics |= _load(sent, completed, request_rate)
     metrics |= _concurrency(sent, duration)
-    metrics["prefix_hit_rate"] = _prefix_hit_rate(completed)
+    has_no_prefix_cache = steps is not None and steps.num_prefix_queried_tokens == 0
+    metrics["prefix_hit_rate"] = None if has_no_prefix_cache else _prefix_hit_rate(completed)
     names = [field.name for field in dataclasses.fields(StepSummary)]
     metrics |= dataclasses.asdict(steps) if steps is not None else dict.fromkeys(names)
     return metrics

@@ -26,6 +26,8 @@ class ModelFacts:
         max_model_len: Longest prompt and output together, tokens, as the engine will have it.
         digest: Of config and weights; None where there are no weights (`dummy`).
         weight_bytes: In the type that the engine computes in.
+        tied_head_bytes: Of the head, where it is the embedding table: a CPU holds it a second
+            time, packed for multiplication.
         dtype: That type.
     """
 
@@ -37,6 +39,7 @@ class ModelFacts:
     intermediate_size: int
     kv_bytes_per_token: int
     weight_bytes: int
+    tied_head_bytes: int
     dtype: str
 
     def memory_plan(self, config: EngineConfig, free_bytes: int, *, is_cpu: bool) -> MemoryPlan:
@@ -45,7 +48,7 @@ class ModelFacts:
             config,
             is_cpu=is_cpu,
             free_bytes=free_bytes,
-            weight_bytes=self.weight_bytes,
+            weight_bytes=self.weight_bytes + (self.tied_head_bytes if is_cpu else 0),
             kv_bytes_per_token=self.kv_bytes_per_token,
             max_model_len=self.max_model_len,
             hidden_size=self.hidden_size,
@@ -68,11 +71,11 @@ def read_model_facts(folder: Path, config: EngineConfig) -> ModelFacts:
     intermediate = _intermediate_size(text, hidden)
     vocab = _number(text, folder, "vocab_size")
     dtype = _dtype(config, text, settings)
+    is_tied = settings.get("tie_word_embeddings", True)
     if checkpoint is not None:
         weight_bytes = sum(_bytes_in_memory(checkpoint, name, dtype) for name in checkpoint)
     else:
         attention = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads)
-        is_tied = settings.get("tie_word_embeddings", True)
         num_parameters = num_layers * (attention + 3 * hidden * intermediate)
         num_parameters += vocab * hidden * (1 if is_tied else 2)
         weight_bytes = num_parameters * DTYPE_BYTES[dtype]
@@ -86,6 +89,9 @@ def read_model_facts(folder: Path, config: EngineConfig) -> ModelFacts:
         intermediate_size=intermediate,
         kv_bytes_per_token=2 * num_layers * num_kv_heads * head_dim * DTYPE_BYTES[dtype],
         weight_bytes=weight_bytes,
+        tied_head_bytes=(
+            vocab * hidden * DTYPE_BYTES[dtype] if is_tied and dtype == "bfloat16" else 0
+        ),
         dtype=dtype,
     )
 

@@ -114,7 +114,14 @@ def run_cell(
     try:
         warmups = warmup_requests(workload.requests, cell.num_warmups)
         if warmups:
-            record["warmup"] = _warm_up(run, warmups, cell, files.warmup_events)
+            summary = _warm_up(run, warmups, cell, files.warmup_events)
+            record["warmup"] = _warmup_record(len(warmups), summary)
+            if summary.ended == "target_failed":
+                rig.engine.raise_failure()
+            if summary.ended == "cancelled":
+                record["status"] = "interrupted"
+                record["ended"] = {"how": summary.ended, "reason": summary.reason}
+                return CellOutcome(record, None)
         rig.engine.begin_cell()
         summary = run(
             "load",
@@ -168,7 +175,7 @@ def _warm_up(
     requests: tuple[RequestSpec, ...],
     cell: Cell,
     events_path: Path,
-) -> dict[str, Any]:
+) -> LoadSummary:
     """Serve the warm-up requests to their end; they are on record, and in no metric."""
     load = RunLoad(
         requests=requests,
@@ -177,9 +184,12 @@ def _warm_up(
         time_limit_s=cell.time_limit_s,
         events_path=events_path,
     )
-    summary = run("warm-up", load)
+    return run("warm-up", load)
+
+
+def _warmup_record(num_requests: int, summary: LoadSummary) -> dict[str, Any]:
     return {
-        "num_requests": len(requests),
+        "num_requests": num_requests,
         "num_completed": summary.progress.num_completed,
         "num_failed": summary.progress.num_failed,
         "duration_s": summary.progress.elapsed_s,

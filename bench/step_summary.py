@@ -16,6 +16,8 @@ class StepSummary:
 
     num_steps: int
     num_preemptions: int
+    num_prefix_queried_tokens: int
+    """Tokens looked up in the prefix cache; 0 where there is none."""
     kv_usage_peak: float | None
     kv_usage_mean: float | None
     """Share of the pool's blocks that sequences hold."""
@@ -45,6 +47,7 @@ def step_summary(records: Sequence[StepRecord]) -> StepSummary:
     return StepSummary(
         num_steps=len(records),
         num_preemptions=sum(record.num_preempted for record in records),
+        num_prefix_queried_tokens=sum(record.num_prefix_queried_tokens for record in records),
         kv_usage_peak=max(usages, default=None),
         kv_usage_mean=mean(_kv_usage),
         kv_waste_mean=mean(_kv_waste),

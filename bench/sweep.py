@@ -1,8 +1,10 @@
 """A sweep: the cells of a grid one after another, each on disk before the next begins.
 
-A cell's name carries a digest of everything that its figures depend on: the load, the requests,
-the engine's settings. Running the same sweep again therefore skips what is finished, whatever
-ended it before: Ctrl-C, a crash, a lost machine. A grid with more cells continues the same folder.
+A cell's name carries a digest of what was asked for: the load, the requests, the engine's
+settings. The folder's manifest adds the model, the hardware and released versions, and refuses
+another one of these; edits to a checkout between two runs are not seen. Running the same sweep
+again therefore skips what is finished, whatever ended it before: Ctrl-C, a crash, a lost machine.
+A grid with more cells continues the same folder.
 """
 
 import dataclasses

@@ -353,6 +353,12 @@ def test_latency_that_grows_along_the_schedule_has_a_positive_trend() -> None:
     assert metrics_of(*growing, request_rate=1.0)["e2el_trend_z"] == pytest.approx(math.sqrt(15))
 
 
+def test_hits_are_null_where_nothing_was_looked_up() -> None:
+    steps = step_summary([])
+    assert steps.num_prefix_queried_tokens == 0
+    assert metrics_of(TWO[0], steps=steps)["prefix_hit_rate"] is None
+
+
 def test_unknown_cache_hits_are_null() -> None:
     events = [e for e in TWO[0] if e.kind != "end"]
     detail = json.dumps({"finish_reason": "stop", "num_prompt_tokens": 5, "num_output_tokens": 3})
