@@ -145,11 +145,14 @@ class EngineCore:
         self._requests.update((request.request_id, request) for request in requests)
 
     def abort(self, request_id: str) -> None:
-        """End a request in whatever state it is; an unknown or finished one is left alone."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._prompts.abort(request)
-            self._forget(request)
+        """End a request, or all answers to a prompt, in whatever state they are.
+
+        An unknown or finished one is left alone.
+        """
+        for request in list(self._requests.values()):
+            if request_id in (request.request_id, request.parent_id):
+                self._prompts.abort(request)
+                self._forget(request)
 
     @property
     def has_unfinished(self) -> bool:

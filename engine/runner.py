@@ -30,7 +30,6 @@ class _TableRow:
 
     index: int
     num_blocks: int = 0
-    num_preemptions: int = 0
 
 
 class ModelRunner:
@@ -145,8 +144,8 @@ class ModelRunner:
         row = self._rows.get(request.request_id)
         if row is None:
             row = self._rows[request.request_id] = _TableRow(self._free_rows.pop())
-        if row.num_preemptions != request.num_preemptions or not self.kv.keeps_kv:
-            row.num_preemptions, row.num_blocks = request.num_preemptions, 0
+        if not self.kv.keeps_kv:
+            row.num_blocks = 0
         block_ids = self.kv.block_ids(request)
         if len(block_ids) > row.num_blocks:
             self._table[row.index, row.num_blocks : len(block_ids)] = block_ids[row.num_blocks :]

@@ -120,6 +120,18 @@ class TestAbort:
         assert kept.output_token_ids == answer_of(make_core(), "alone", params=greedy(12))
         assert_nothing_is_held(core)
 
+    def test_abort_by_the_prompts_name_ends_all_its_answers(
+        self, make_core: Callable[..., EngineCore]
+    ) -> None:
+        core = make_core()
+        params = SamplingParams(n=3, max_tokens=50, ignore_eos=True, detokenize=False)
+        requests = core.make_requests([5, 6, 7], params, "prompt")
+        core.add_requests(requests)
+        core.step()
+        core.abort("prompt")
+        assert [request.finish_reason for request in requests] == ["abort"] * 3
+        assert not core.has_unfinished
+
     def test_unknown_and_repeated_aborts_do_nothing(
         self, make_core: Callable[..., EngineCore]
     ) -> None:
