@@ -19,7 +19,7 @@ import typer
 
 from llmbench.bench.errors import BenchConfigError
 from llmbench.cli import doctor, generate, models, serve_bench, study
-from llmbench.cli.options import KNOWN_ERRORS, SettingsError
+from llmbench.cli.options import KNOWN_ERRORS, SettingsError, examples
 from llmbench.cli.output import print_error, reset_logging
 from llmbench.cli.workload_options import join_goodput
 from llmbench.engine.errors import ConfigError
@@ -33,6 +33,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=examples(
+        "llmbench models pull smollm2-135m",
+        "llmbench serve-bench smollm2-135m --random-input-len 128 --max-concurrency 1,4,16",
+        "llmbench study batching",
+    ),
 )
 generate.register(app)
 serve_bench.register(app)

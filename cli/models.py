@@ -29,7 +29,11 @@ from llmbench.engine.models.catalog import (
 )
 from llmbench.engine.models.source import HUB_ID, open_checkpoint, resolve_folder
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    epilog=examples("llmbench models list", "llmbench models pull smollm2-135m"),
+)
 STAGES = {"download": "downloading", "convert": "converting to bfloat16"}
 
 

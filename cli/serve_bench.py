@@ -147,7 +147,7 @@ def serve_bench_command(
         ctx,
         engine=engine,
         workload=workload,
-        output=output or default_folder(engine, workload, seed),
+        output=(output.expanduser() if output else default_folder(engine, workload, seed, goodput)),
         request_rates=w.rates_of(request_rate),
         max_concurrencies=w.concurrencies_of(max_concurrency),
         goodput=_goodput(goodput),
@@ -159,11 +159,15 @@ def serve_bench_command(
     _run(config, streams)
 
 
-def default_folder(engine: EngineConfig, workload: WorkloadConfig, seed: int) -> Path:
+def default_folder(
+    engine: EngineConfig, workload: WorkloadConfig, seed: int, goodput: str | None
+) -> Path:
     """A folder that the same settings always lead to, so that the same command resumes."""
     from llmbench.bench.strict_json import digest
 
-    settings = digest({"engine": engine, "workload": workload, "seed": seed})[:8]
+    settings = digest({"engine": engine, "workload": workload, "seed": seed, "goodput": goodput})[
+        :8
+    ]
     return Path("results") / f"{Path(engine.model).name}-{workload.dataset_name}-{settings}"
 
 
@@ -226,9 +230,10 @@ def _run(config: ServeBenchConfig, streams: Output) -> None:
     from llmbench.bench.sweep import run_serve_bench
 
     is_interrupted = False
+    records: list[Record] = []
     with Progress(streams) as progress:
         try:
-            run_serve_bench(
+            records = run_serve_bench(
                 config,
                 on_progress=lambda sweep: _show(progress, sweep),
                 on_record=lambda record: progress.note(cell_line(record)),
@@ -241,7 +246,7 @@ def _run(config: ServeBenchConfig, streams: Output) -> None:
             raise
     if is_interrupted and not (config.output / "results.jsonl").exists():
         raise typer.Exit(INTERRUPTED)
-    records = _report(config, streams)
+    _report(config, streams)
     if is_interrupted:
         streams.note("the same command continues where this one stopped")
         raise typer.Exit(INTERRUPTED)

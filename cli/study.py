@@ -102,7 +102,11 @@ OUTPUT_PARAMETERS: dict[str, tuple[Any, Any]] = {
     "debug": (Debug, False),
 }
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    epilog=examples("llmbench study kv-cache", "llmbench study batching ./my-model --json"),
+)
 
 
 def register(parent: typer.Typer) -> None:
