@@ -2,7 +2,8 @@
 
 Float32 on CPU. A token may differ only where the two likeliest logits of the reference lie within
 1e-4 of each other; from there on the two texts are no longer comparable. Such ties are counted,
-and a test with more than a few of them fails.
+and a test with more than a few of them fails. A step's budget below 8 tokens also bounds the batch,
+since every running sequence gets a token in each step.
 """
 
 import random
@@ -103,7 +104,7 @@ def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY)
 
 @pytest.mark.parametrize("kv_manager", get_args(KVManagerName))
 @pytest.mark.parametrize("policy", get_args(Policy))
-@pytest.mark.parametrize("chunk", [3, 16, 4096])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 4096])
 def test_greedy_ids_do_not_depend_on_policy_manager_or_chunk(
     policy: str,
     kv_manager: str,
@@ -120,7 +121,7 @@ def test_greedy_ids_do_not_depend_on_policy_manager_or_chunk(
 @pytest.mark.parametrize("compile_kernels", [False, True])
 @pytest.mark.parametrize("prefix_cache", ["hash", "none"])
 @pytest.mark.parametrize("max_num_seqs", [1, 8])
-@pytest.mark.parametrize("chunk", [1, 8, 4096])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 4096])
 def test_greedy_ids_do_not_depend_on_batch_prefix_cache_or_kernels(
     chunk: int,
     max_num_seqs: int,
@@ -157,15 +158,25 @@ def test_preempted_requests_produce_the_same_tokens(
     assert preemptions > 0, "the pool was meant to be too small"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("kv_manager", get_args(KVManagerName))
+@pytest.mark.parametrize("seed", range(2))
 def test_aborts_leave_the_other_requests_tokens_alone(
     seed: int,
+    kv_manager: str,
+    policy: str,
     random_llama: tuple[Path, Any],
     expected: tuple[list[list[int]], list[list[int]]],
     make_llm: Callable[..., LLM],
 ) -> None:
     prompts, want = expected
-    core = make_llm(max_num_batched_tokens=24, num_kv_blocks=30, block_size=4).core
+    core = make_llm(
+        policy=policy,
+        kv_manager=kv_manager,
+        max_num_batched_tokens=24,
+        num_kv_blocks=30,
+        block_size=4,
+    ).core
     draw = random.Random(seed)
     kept = {
         f"kept-{i}": core.make_requests(p, GREEDY, f"kept-{i}")[0] for i, p in enumerate(prompts)
@@ -180,6 +191,28 @@ def test_aborts_leave_the_other_requests_tokens_alone(
     got = [kept[f"kept-{i}"].output_token_ids for i in range(len(prompts))]
     assert count_ties(random_llama[1], prompts, got, want) <= MAX_TIES
     assert core.kv.usage().num_reserved_slots == 0
+
+
+def test_every_family_answers_as_transformers_does(
+    variant: str, tiny_model: Callable[[str], tuple[Path, Any]]
+) -> None:
+    folder, model = tiny_model(variant)
+    draw = random.Random(2)
+    # Longer than what a scaled rotary table was trained on: transformers picks the table by the
+    # length at hand, the engine by the longest that it allows.
+    prompts = [[draw.randrange(3, 128) for _ in range(length)] for length in (17, 24, 20, 22)]
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        model_backend="native",
+        max_model_len=32,
+        num_kv_blocks=16,
+        block_size=8,
+        max_num_batched_tokens=16,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
+    want = [greedy_reference(model, prompt, 8) for prompt in prompts]
+    assert count_ties(model, prompts, answers(llm, prompts, params), want) <= 1
 
 
 class TestPromptOfWholeBlocks:
@@ -319,7 +352,7 @@ class TestSeededSampling:
 
 @pytest.mark.real
 def test_demo_model_answers_real_prompts_as_transformers_does(
-    demo_model: Path, data_dir: Path
+    demo_model: Path, data_dir: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Thirty-two prompts of a public chat benchmark, batched, in float32."""
     import json
@@ -327,7 +360,7 @@ def test_demo_model_answers_real_prompts_as_transformers_does(
     from transformers import AutoModelForCausalLM
 
     lines = (data_dir / "mt_bench" / "question.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["turns"][0] for line in lines[:32]]
+    texts = sorted((json.loads(line)["turns"][0] for line in lines), key=len)[:32]
     llm = LLM(
         str(demo_model), dtype="float32", kv_cache_memory_bytes=2**30, max_num_batched_tokens=256
     )
@@ -339,10 +372,13 @@ def test_demo_model_answers_real_prompts_as_transformers_does(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
             ),
             add_special_tokens=False,
-        )[:160]
+        )
         for text in texts
     ]
-    got = answers(llm, prompts)
+    params = SamplingParams(temperature=0.0, max_tokens=24, detokenize=False)
+    got = answers(llm, prompts, params)
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-    want = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
-    assert count_ties(model, prompts, got, want) <= MAX_TIES
+    want = [greedy_reference(model, prompt, 24) for prompt in prompts]
+    ties = count_ties(model, prompts, got, want)
+    record_property("near_ties", ties)
+    assert ties <= MAX_TIES

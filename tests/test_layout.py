@@ -94,16 +94,57 @@ def test_help_starts_without_heavy_libraries() -> None:
     assert "Commands:" in run.stdout
 
 
+HEADER = '{"a": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]}}'
+SOUND = len(HEADER).to_bytes(8, "little") + HEADER.encode() + bytes(16)
+
+
+def index_of(**shards: str) -> bytes:
+    return json.dumps({"metadata": {}, "weight_map": shards}).encode()
+
+
+# Case C43: files by name, and what the refusal must name.
+BROKEN_CHECKPOINTS = {
+    "shard absent": (
+        {
+            "model-00001-of-00002.safetensors": SOUND,
+            "model.safetensors.index.json": index_of(
+                a="model-00001-of-00002.safetensors", b="model-00002-of-00002.safetensors"
+            ),
+        },
+        "lacks model-00002-of-00002.safetensors",
+    ),
+    "truncated": ({"model.safetensors": SOUND[:-5]}, "cut short"),
+    "lying index": (
+        {
+            "model-00001-of-00001.safetensors": SOUND,
+            "model.safetensors.index.json": index_of(
+                a="model-00001-of-00001.safetensors", norm="model-00001-of-00001.safetensors"
+            ),
+        },
+        "tensor norm",
+    ),
+    "header too long": (
+        {"model.safetensors": (10**12).to_bytes(8, "little") + b"{}"},
+        "its header claims 1000000000000 bytes",
+    ),
+    "traversal": ({"model.safetensors.index.json": index_of(a="../../etc/passwd")}, "outside"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN_CHECKPOINTS)
 @pytest.mark.parametrize(
-    "command", [["generate", "--prompt", "hi"], ["serve-bench"], ["study", "kv-cache"]]
+    "command",
+    [["generate", "--prompt", "hi"], ["serve-bench"], ["study", "kv-cache"]],
+    ids=" ".join,
 )
 def test_broken_checkpoint_is_refused_without_heavy_imports(
-    command: list[str], tmp_path: Path
+    command: list[str], fault: str, tmp_path: Path
 ) -> None:
-    """A shard that the index names and the folder lacks is named before anything is loaded."""
+    """Without torch and transformers nothing can be loaded: headers alone tell."""
+    files, named = BROKEN_CHECKPOINTS[fault]
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers']))"
     arguments = [*command, str(tmp_path)]
     script = f"{blocked}; from llmbench.cli.main import main; sys.exit(main({arguments!r}))"
@@ -111,4 +152,5 @@ def test_broken_checkpoint_is_refused_without_heavy_imports(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 3, done.stderr
-    assert "lacks model-00001-of-00001.safetensors" in done.stderr
+    assert named in done.stderr
+    assert done.stdout == ""
