@@ -383,11 +383,11 @@ def test_kernels_start_no_threads_beside_those_of_torch(
         x = torch.randn(512, 512)
         for _ in range(3):
             torch.mm(x, x).exp_()
-        threads = len(list(tasks.iterdir()))
+        threads = set(tasks.iterdir())
         for _ in range(3):
             ops.act(x, "silu")
             torch.mm(x, x).exp_()
-        assert len(list(tasks.iterdir())) == threads
+        assert set(tasks.iterdir()) <= threads  # one of an earlier test may end meanwhile
     finally:
         torch.set_num_threads(before)
 
