@@ -62,7 +62,7 @@ def run_serve_bench(
     on_record: Callable[[Record], None] | None = None,
     make_engine: EngineFactory | None = None,
 ) -> list[Record]:
-    """Run the cells that are not finished; return the records of all cells in the folder.
+    """Run the cells that are not finished; return the records of all cells of this grid.
 
     Ctrl-C keeps what is there, marks the running cell as interrupted and raises
     KeyboardInterrupt. A failure of the engine is on record as that of its cell, and raised.
@@ -91,7 +91,8 @@ def run_serve_bench(
                 sweep = _Sweep(config, plan, folder, rig, say, on_record)
                 for cell in remaining:
                     sweep.run(cell)
-        return folder.records
+        asked_for = set(plan.cell_ids.values())
+        return [record for record in folder.records if record["cell_id"] in asked_for]
 
 
 class _Sweep:

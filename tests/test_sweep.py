@@ -140,6 +140,8 @@ def test_a_grown_grid_runs_only_what_is_new(finished: ServeBenchConfig) -> None:
     )
     assert heard == [5]
     assert records[: len(before)] == before
+    # What else a folder holds is no verdict on the grid that was asked for.
+    assert run_serve_bench(finished, make_engine=make_null_engine) == before
 
 
 def at_second_cell(action: Callable[[], None]) -> Callable[[SweepProgress], None]:

@@ -38,6 +38,9 @@ def read_text(path: str) -> str:
     return text
 
 
+SHAREGPT_FORM = 'the form is [{"conversations": [{"from": "human", "value": …}, …]}, …]'
+
+
 def read_json_list(path: str) -> list[Any]:
     """Return the rows of a file that is one JSON list."""
     text = read_text(path)
@@ -50,6 +53,8 @@ def read_json_list(path: str) -> list[Any]:
         )
         if text.lstrip().startswith("{"):
             error.add_note("a file of one JSON object a line is --dataset-name custom")
+        else:
+            error.add_note(SHAREGPT_FORM)
         raise error from cause
     except RecursionError as cause:
         raise WorkloadError(f"expected a JSON list, found nesting too deep in {path}") from cause
@@ -58,7 +63,7 @@ def read_json_list(path: str) -> list[Any]:
         error = WorkloadError(
             f"expected a JSON list of conversations, found {found!s:.80} in {path}"
         )
-        error.add_note('the form is [{"conversations": [{"from": "human", "value": …}, …]}, …]')
+        error.add_note(SHAREGPT_FORM)
         raise error
     if not data:
         raise WorkloadError(f"the JSON list in {path} has no rows")
