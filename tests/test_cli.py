@@ -102,6 +102,7 @@ def test_each_kind_of_error_has_its_exit_code(
         ["models", "pull", "smollm2"],
         ["generate", "smollm2-135m"],
         ["generate", "no-such-model", "--prompt", "x"],
+        ["generate", "./no-such-folder", "--prompt", "x"],
         ["generate", ".", "--prompt", "x", "--max-tokens", "0"],
         ["generate", ".", "--prompt", "x", "--dtype", "float12"],
         ["generate", ".", "--prompt", "x", "--kv-cache-memory", "2GX"],

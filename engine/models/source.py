@@ -4,7 +4,6 @@ Imports no torch, so that a command can refuse a wrong name or a broken checkpoi
 """
 
 import difflib
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from llmbench.engine.models import catalog
 from llmbench.quant.checkpoint import Checkpoint
 from llmbench.quant.errors import QuantError
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+")
 CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 WEIGHT_FILES = ["*.safetensors"]
 # The same weights a second time, in their authors' own layout.
@@ -39,8 +38,7 @@ def resolve_folder(model: str, *, with_weights: bool = True) -> Path:
             error.add_note(f"run `llmbench models pull {model}`")
             raise error
         return catalog.local_path(model)
-    is_path = model.startswith((".", "/", "~")) or os.sep in model.replace("/", "", 1)
-    if is_path or not HUB_ID.fullmatch(model):
+    if not HUB_ID.fullmatch(model):
         raise _unknown(model, path)
     return _from_hub(model, with_weights)
 
