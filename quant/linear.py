@@ -3,8 +3,9 @@ kernel that computes it faster.
 
 Without activation quantization it is the dequantized weight's product. With it, each token's
 input is rounded to 8 bits by its own largest value (Yao et al. 2022, token-wise quantization),
-the product runs on integers, and both scales are applied to the sum. LLM.int8 takes the input
-channels that hold an outlier out of the integer product (Dettmers et al. 2022, section 3.2).
+the product runs on integers, and both scales are applied to the sum. LLM.int8 takes outliers out
+of the integer product (Dettmers et al. 2022, section 3.2): there every channel in which some token
+has one, here each token's own, so that a token's result does not depend on its neighbours.
 
 Shapes: `T` tokens · `C` in features · `N` out features.
 """
@@ -33,9 +34,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     elif weight.outlier_threshold is None:
         out = _int8_product(x32, weight)
     else:
-        is_outlier = (x32.abs() >= weight.outlier_threshold).any(dim=0)  # [C]
+        is_outlier = x32.abs() >= weight.outlier_threshold  # [T, C]
         out = _int8_product(x32.masked_fill(is_outlier, 0.0), weight)
-        out = out + x32[:, is_outlier] @ weight.dequantize()[:, is_outlier].t()
+        out = out + x32.masked_fill(~is_outlier, 0.0) @ weight.dequantize().t()
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)

@@ -39,8 +39,8 @@ class QuantizedWeight:
         channel_scales: [N] float32, QQQ's second level: the weight is then
             round(float16(code - 8) * scale) * channel_scale.
         activations: `int8`: each token's input is rounded to 8 bits before the product.
-        outlier_threshold: LLM.int8 (Dettmers et al. 2022, section 3.2): input channels with a
-            value of at least this size are multiplied in full precision.
+        outlier_threshold: LLM.int8 (Dettmers et al. 2022, section 3.2): input values of at
+            least this size are multiplied in full precision.
     """
 
     bits: int

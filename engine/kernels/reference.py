@@ -20,7 +20,9 @@ from torch import Tensor
 from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.device import zeros
 from llmbench.engine.layers.linear import Linear, make_linear
+from llmbench.engine.layers.quantized_linear import ReferenceQuantizedLinear
 from llmbench.engine.models.architecture import Activation
+from llmbench.quant.quantized_weight import QuantizedWeight
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -49,6 +51,24 @@ class TorchOps:
         [T, I] is activation(gate) * up.
         """
         return ActivatedLinear(self, self.make_linear(weight, bias), activation, gated=gated)
+
+    def make_quantized_linear(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        *,
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> Linear:
+        """A linear layer over quantized codes [N, C], activated as `make_activated_linear` does.
+
+        `bias` is in the type of the layer's input. What is computed is quant/linear.py's
+        `quantized_linear`; the layer holds the codes at their true width.
+        """
+        linear = ReferenceQuantizedLinear(weight, bias)
+        if activation is None:
+            return linear
+        return ActivatedLinear(self, linear, activation, gated=gated)
 
     def make_kv_cache(
         self,
