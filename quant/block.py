@@ -6,7 +6,7 @@ weight that a method changes keeps its float32 value here beside the module's, s
 scale into it and quantizing it afterwards rounds once and not twice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,15 @@ class Block:
     """
 
     def __init__(
-        self, name: str, index: int, module: nn.Module, layers: list[LinearLayer], config: Any
+        self,
+        name: str,
+        index: int,
+        module: nn.Module,
+        layers: list[LinearLayer],
+        config: Any,
+        wide: Callable[[str], Tensor | None] = lambda name: None,
     ) -> None:
+        """`wide` reads a layer's stored weight where the module's type cannot hold all of it."""
         self.name = name
         self.index = index
         self.module = module
@@ -42,6 +49,7 @@ class Block:
         self.layers: Mapping[str, LinearLayer] = {layer.name: layer for layer in layers}
         self.linears = {layer.name: self.get(self.relative(layer.name)) for layer in layers}
         self._weights: dict[str, Tensor] = {}
+        self._wide = wide
 
     def relative(self, name: str) -> str:
         """A module's name within the block."""
@@ -55,7 +63,9 @@ class Block:
         """[N, C] float32, a linear layer's weight as it is now; not to be changed in place."""
         if name in self._weights:
             return self._weights[name]
-        weight = self.parameter(name).detach()
+        weight = self._wide(name)
+        if weight is None:
+            weight = self.parameter(name).detach()
         return (weight.t() if self.layers[name].is_transposed else weight).float()
 
     def set_weight(self, name: str, weight: Tensor) -> None:

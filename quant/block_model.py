@@ -32,6 +32,9 @@ class TensorSource(Protocol):
     def get(self, name: str) -> Tensor:
         """A tensor in the type in which it is stored."""
 
+    def wide(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A tensor in float32, where `dtype` cannot hold its values; else None."""
+
 
 class BlockModel:
     """The skeleton, its blocks' names, and the way to fill a block."""
@@ -80,7 +83,14 @@ class BlockModel:
         """Fill a block's module with its tensors."""
         name, module = self.block_names[index], self._modules[index]
         self._fill(module, name)
-        return Block(name, index, module, self._layers[name], self.text_config)
+        return Block(
+            name,
+            index,
+            module,
+            self._layers[name],
+            self.text_config,
+            lambda layer: self.source.wide(f"{layer}.weight", self.dtype),
+        )
 
     def drop_block(self, index: int) -> None:
         """Give a block's memory back."""
@@ -165,6 +175,11 @@ class CheckpointSource:
         """A tensor in the type in which it is stored."""
         return self._checkpoint.get(name)
 
+    def wide(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A tensor in float32, where `dtype` cannot hold its values; else None."""
+        stored: torch.dtype = getattr(torch, self._checkpoint.dtype(name))
+        return None if stored in (dtype, torch.bfloat16) else self.get(name).float()
+
 
 class TransformedSource:
     """The checkpoint's tensors, each changed as it is read; a tied head gets one of its own."""
@@ -189,11 +204,17 @@ class TransformedSource:
 
     def get(self, name: str) -> Tensor:
         """A transformed tensor in the type in which it is stored."""
-        is_untied = self._unties is not None and name == self._unties[0]
-        tensor = self._checkpoint.get(
-            self._unties[1] if self._unties is not None and is_untied else name
-        )
-        return self._transform(name, tensor).to(tensor.dtype)
+        tensor = self._stored(name)
+        return self._transform(name, tensor.float()).to(tensor.dtype)
+
+    def wide(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """A transformed tensor in float32: no short type holds all of its values."""
+        return self._transform(name, self._stored(name).float())
+
+    def _stored(self, name: str) -> Tensor:
+        if self._unties is not None and name == self._unties[0]:
+            name = self._unties[1]
+        return self._checkpoint.get(name)
 
 
 def _build(hf_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
