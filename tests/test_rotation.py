@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmbench.quant import rotation
 from llmbench.quant.errors import ConfigError, QuantError
 from llmbench.quant.rotation import Rotation
+from llmbench.quant.rotation_roles import refusal
 
 TINY = {
     "vocab_size": 96,
@@ -149,7 +149,7 @@ def test_families_that_do_not_commute_are_refused_by_name(family: str, reason: s
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(family)
-    message = rotation.refusal(config)
+    message = refusal(config)
     assert message is not None
     assert family in message
     assert reason in message
