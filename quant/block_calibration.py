@@ -10,6 +10,7 @@ Batches hold texts of equal length only: there is no padding that could enter th
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -167,6 +168,7 @@ class BlockCalibration:
     Attributes:
         groups: The block's linear layers by common input, in the order in which they run.
         int8_inputs: Layers whose input the saved model rounds to 8 bits: so do the batches here.
+        timer: A context around the batches' own computation, for whoever counts seconds.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class BlockCalibration:
         self._passes = passes
         self._pause_at: frozenset[str] = frozenset()
         self._observed: dict[str, InputStatistics] = {}
+        self.timer: Callable[[], AbstractContextManager[object]] = nullcontext
         self._handles: list[Any] = []
 
     def __enter__(self) -> "BlockCalibration":
@@ -202,8 +205,9 @@ class BlockCalibration:
         """Statistics of all groups' inputs, unrounded, from one run of the block as it is."""
         found = {group: self._statistics(group, hessian, sample_rows) for group in self.groups}
         self._observed = {group.names[0]: statistics for group, statistics in found.items()}
-        for one in self._passes:
-            self._block.module(*one.args, **one.kwargs)
+        with self.timer():
+            for one in self._passes:
+                self._block.module(*one.args, **one.kwargs)
         self._observed = {}
         return found
 
@@ -224,11 +228,12 @@ class BlockCalibration:
         self._pause_at = frozenset(group.names[0] for group in self.groups)
         for group in self.groups:
             statistics = self._statistics(group, hessian, sample_rows)
-            for one in self._passes:
-                one.resume()
-                assert one.group_input is not None
-                statistics.update(one.group_input)
-                one.group_input = None
+            with self.timer():
+                for one in self._passes:
+                    one.resume()
+                    assert one.group_input is not None
+                    statistics.update(one.group_input)
+                    one.group_input = None
             yield group, statistics
         self._pause_at = frozenset()
 

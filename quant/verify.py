@@ -1,0 +1,239 @@
+"""Proof that a saved checkpoint holds what was quantized.
+
+The files are reopened with the safetensors library and decoded by plain numpy, written from the
+formats' definitions and sharing no line with the writers (packing.py, formats/): every quantized
+layer is turned back into float32 and its digest compared with the one taken from memory when the
+layer was quantized; every other tensor is compared byte for byte in the same way. Peers' faults
+that this finds: a zero point off by one against the format's tag (vllm#26343), a shard that the
+index does not know, a tensor that was saved before its last change.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmbench.quant.checkpoint import CONFIG, Checkpoint
+from llmbench.quant.errors import VerificationError
+from llmbench.quant.output_folder import MANIFEST
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Read = Callable[[str], Array]
+
+ROWS = 1024
+"""Output rows that are decoded at once, which bounds the memory of the bits in between."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was compared, all of it equal."""
+
+    num_layers: int
+    num_tensors: int
+
+
+def verify_checkpoint(folder: Path) -> Verification:
+    """Hold a folder's tensors against its manifest.
+
+    Raises:
+        VerificationError: names the first tensor that differs, or a contradiction in the files.
+        CheckpointError: the files are incomplete.
+    """
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    checkpoint = Checkpoint.open(folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["quantization_config"]
+    if missing := sorted(set(manifest["tensors"]) ^ set(checkpoint.names)):
+        raise VerificationError(f"{folder}: {missing[0]} is not in both manifest and files")
+    read = _reader(folder)
+    for name, digest in manifest["tensors"].items():
+        if _digest(read(name)) != digest:
+            raise VerificationError(f"{folder}: {name} is not as it was when it was saved")
+    decode = _DECODERS[manifest["format"]]
+    for layer, digest in manifest["dequantized"].items():
+        scheme = manifest["schemes"][layer]
+        try:
+            weight = decode(partial(_read_part, read, layer), scheme, config)
+        except KeyError as error:
+            raise VerificationError(f"{folder}: {layer} has no tensor {error}") from None
+        if _digest(weight) != digest:
+            raise VerificationError(
+                f"{folder}: {layer} reads back as other numbers than were quantized "
+                f"({manifest['format']}, {scheme['bits']} bits)"
+            )
+    return Verification(
+        num_layers=len(manifest["dequantized"]), num_tensors=len(manifest["tensors"])
+    )
+
+
+def _read_part(read: Read, layer: str, part: str) -> Array:
+    return read(f"{layer}.{part}")
+
+
+def _reader(folder: Path) -> Read:
+    """Tensors by name; 16-bit floats as float16, or their bits where numpy has no such type."""
+    from safetensors import safe_open
+
+    where: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+
+    def read(name: str) -> Array:
+        import torch
+
+        with safe_open(str(where[name]), framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        if tensor.dtype is torch.bfloat16:
+            return _bfloat16(tensor.view(torch.uint16).numpy())
+        array: Array = tensor.numpy()
+        return array
+
+    return read
+
+
+def _bfloat16(bits: Array) -> Array:
+    return bits.view([("bfloat16", np.uint16)]).reshape(bits.shape)
+
+
+def _float32(values: Array) -> Array:
+    if values.dtype.names is not None:  # the upper half of a float32
+        wide = values["bfloat16"].astype(np.uint32) << np.uint32(16)
+        return wide.view(np.float32)
+    return values.astype(np.float32)
+
+
+def _digest(array: Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def _codes(lines: Array, bits: int, count: int) -> Array:
+    """[L, W] int32 words to [L, count] codes: code i is bits i*b to i*b+b-1 of the line."""
+    flat = np.unpackbits(
+        np.ascontiguousarray(lines).astype("<i4").view(np.uint8), axis=1, bitorder="little"
+    )
+    planes = flat[:, : count * bits].reshape(len(lines), count, bits)
+    weights = (1 << np.arange(bits)).astype(np.uint8)
+    codes: Array = (planes * weights).sum(axis=2, dtype=np.int32)
+    return codes
+
+
+def _in_pieces(lines: Array, bits: int, count: int) -> Array:
+    pieces = [_codes(lines[i : i + ROWS], bits, count) for i in range(0, len(lines), ROWS)]
+    return np.concatenate(pieces)
+
+
+def _affine(codes: Array, zeros: Array, scales: Array, groups: Array) -> Array:
+    """[N, C] codes, [N, G] zeros and scales, [C] groups to float32 weights."""
+    centered = (codes - zeros[:, groups]).astype(np.float32)
+    weight: Array = centered * scales[:, groups]
+    return weight
+
+
+def _groups(in_features: int, num_groups: int) -> Array:
+    return np.arange(in_features) // (in_features // num_groups)
+
+
+def _gptq(read: Read, scheme: Mapping[str, Any], config: Mapping[str, Any]) -> Array:
+    bits, size = scheme["bits"], 1 << scheme["bits"]
+    scales = _float32(read("scales")).T
+    n = len(scales)
+    qweight, qzeros = read("qweight"), read("qzeros")
+    is_v1 = config.get("checkpoint_format", "gptq") == "gptq"
+    zeros = _in_pieces(qzeros, bits, n).T
+    if is_v1:
+        zeros = (zeros + 1) % size
+    if scheme["sym"] and not (zeros == size // 2).all():
+        raise VerificationError(
+            f"symmetric zeros are {sorted(set(zeros.flat))}, expected {size // 2}: they do not "
+            f"match the tag {config.get('checkpoint_format')}"
+        )
+    in_features = qweight.shape[0] * 32 // bits
+    codes = _in_pieces(qweight.T, bits, in_features)
+    return _affine(codes, zeros, scales, read("g_idx").astype(np.int64))
+
+
+def _awq(read: Read, scheme: Mapping[str, Any], config: Mapping[str, Any]) -> Array:
+    scales = _float32(read("scales")).T
+
+    def unpacked(words: Array) -> Array:
+        codes = _in_pieces(words, 4, words.shape[1] * 8).reshape(len(words), -1, 8)
+        ordered = np.empty_like(codes)
+        ordered[:, :, AWQ_ORDER] = codes
+        return ordered.reshape(len(words), -1).T
+
+    codes, zeros = unpacked(read("qweight")), unpacked(read("qzeros"))
+    return _affine(codes, zeros, scales, _groups(codes.shape[1], scales.shape[1]))
+
+
+def _compressed_tensors(read: Read, scheme: Mapping[str, Any], config: Mapping[str, Any]) -> Array:
+    bits, middle = scheme["bits"], 1 << (scheme["bits"] - 1)
+    scales = _float32(read("weight_scale"))
+    try:
+        packed = read("weight_packed")
+    except KeyError:
+        codes = read("weight").astype(np.int32)
+        return _affine(
+            codes, np.zeros(scales.shape, int), scales, _groups(codes.shape[1], scales.shape[1])
+        )
+    n, c = (int(extent) for extent in read("weight_shape"))
+    codes = _in_pieces(packed, bits, c)
+    zeros = np.full(scales.shape, middle)
+    if not scheme["sym"]:
+        zeros = _in_pieces(read("weight_zero_point").T, bits, n).T
+    return _affine(codes, zeros, scales, _groups(c, scales.shape[1]))
+
+
+def _bitsandbytes(read: Read, scheme: Mapping[str, Any], config: Mapping[str, Any]) -> Array:
+    scales = read("SCB").astype(np.float32) / np.float32(127)
+    weight: Array = read("weight").astype(np.float32) * scales[:, None]
+    return weight
+
+
+def _qqq(read: Read, scheme: Mapping[str, Any], config: Mapping[str, Any]) -> Array:
+    words, channel = read("B"), read("s_channel")
+    c, n = words.shape[0] * 16, words.shape[1] // 2
+    is_grouped = scheme["group_size"] != -1
+    shuffle = (0, 2, 4, 6, 1, 3, 5, 7) if is_grouped else (4, 0, 5, 1, 6, 2, 7, 3)
+    # Where the kernel's threads find the rows and columns of four neighbouring 16 x 16 tiles.
+    order = [
+        256 * tile + 16 * (4 * (thread % 4) + row) + thread // 4 + half
+        for thread in range(32)
+        for tile in range(4)
+        for half in (0, 8)
+        for row in range(4)
+    ]
+    order = [order[8 * run + place] for run in range(128) for place in shuffle]
+    stored = _in_pieces(words, 4, 16 * n).reshape(-1, 1024)
+    chunks = np.empty_like(stored)
+    chunks[:, order] = stored
+    codes = chunks.reshape(c // 16, n // 16, 16, 16).swapaxes(1, 2).reshape(c, n).T
+    pairs = [2 * i + place for i in range(4) for place in (0, 1, 8, 9, 16, 17, 24, 25)]
+    s_channel = np.empty(n, np.float32)
+    s_channel.reshape(-1, 32)[:, pairs] = channel.reshape(-1, 32)
+    if not is_grouped:
+        signed = np.where(codes > 7, codes - 16, codes)
+        return signed.astype(np.float32) * (s_channel * np.float32(16))[:, None]
+    columns = [i + 8 * j for i in range(8) for j in range(8)]
+    stored_groups = read("s_group")
+    s_group = np.empty_like(stored_groups)
+    s_group.reshape(-1, 64)[:, columns] = stored_groups.reshape(-1, 64)
+    groups = _groups(c, len(s_group))
+    wide = np.rint((codes - 8).astype(np.float16) * s_group.T[:, groups])
+    weight: Array = wide.astype(np.float32) * s_channel[:, None]
+    return weight
+
+
+_DECODERS: dict[str, Callable[[Read, Mapping[str, Any], Mapping[str, Any]], Array]] = {
+    "gptq": _gptq,
+    "gptq_v2": _gptq,
+    "awq": _awq,
+    "qqq": _qqq,
+    "compressed-tensors": _compressed_tensors,
+    "bitsandbytes": _bitsandbytes,
+}
