@@ -52,14 +52,21 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
-def check_fits(num_parameters: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse weights that are larger than the free memory, with the sum."""
-    needed, free = num_parameters * dtype.itemsize, free_memory_bytes(device)
+def check_fits(
+    num_parameters: int, dtype: torch.dtype, device: torch.device, *, quantized_bytes: int = 0
+) -> None:
+    """Refuse weights that are larger than the free memory, with the sum.
+
+    `num_parameters` are those in full precision, quantized layers add `quantized_bytes`.
+    """
+    needed, free = num_parameters * dtype.itemsize + quantized_bytes, free_memory_bytes(device)
     if needed <= free:
         return
+    quantized = f" + {quantized_bytes / MIB:,.0f} MiB quantized" if quantized_bytes else ""
     error = OutOfMemoryError(
         f"the weights do not fit: {num_parameters:,} parameters x {dtype.itemsize} bytes "
-        f"({dtype}) = {needed / MIB:,.0f} MiB, and {free / MIB:,.0f} MiB are free on {device.type}"
+        f"({dtype}){quantized} = {needed / MIB:,.0f} MiB, and {free / MIB:,.0f} MiB are free on "
+        f"{device.type}"
     )
     narrower = "" if dtype.itemsize == 2 else "--dtype bfloat16, or "
     error.add_note(f"use {narrower}a smaller or quantized model")

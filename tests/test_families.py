@@ -144,7 +144,6 @@ REFUSED = [
         {"num_hidden_layers": 2, "no_rope_layers": [1], "layer_types": ["full_attention"] * 2},
         "no_rope_layers=[1]",
     ),
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
 ]
 
 

@@ -319,9 +319,14 @@ CONFIG_FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "wrong kind of value": ({"hidden_size": "64"}, CheckpointError, "no valid llama config"),
     "heads do not divide": ({"num_attention_heads": 7}, CheckpointError, "no valid llama config"),
     "quantized": (
-        {"quantization_config": {"quant_method": "gptq"}},
-        UnsupportedModelError,
-        "quantized",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+        CheckpointError,
+        "none of its tensors is a layer of that format",
+    ),
+    "quantized in an unknown way": (
+        {"quantization_config": {"quant_method": "nope"}},
+        CheckpointError,
+        "'nope' are not read",
     ),
     "own code": (
         {"model_type": "nope", "auto_map": {"AutoConfig": "x.Y"}},

@@ -174,11 +174,6 @@ def test_family_that_cannot_be_driven_is_refused_by_name(model_type: str) -> Non
     assert model_type in str(caught.value)
 
 
-def test_quantized_checkpoint_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="quantized"):
-        draw("llama", **SMALL, quantization_config={"quant_method": "gptq", "bits": 4})
-
-
 def test_native_names_the_way_out(tmp_path: Path, random_model: Callable[..., Any]) -> None:
     random_model("phi").save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="'phi'") as caught:

@@ -20,7 +20,8 @@ from llmbench.engine.errors import CheckpointError
 from llmbench.engine.kernels.eager import EagerOps
 from llmbench.engine.kernels.reference import TorchOps
 from llmbench.engine.layers.linear import Linear
-from llmbench.engine.models.architecture import DecoderArchitecture, LayerArchitecture
+from llmbench.engine.models.architecture import Activation, DecoderArchitecture, LayerArchitecture
+from llmbench.engine.models.linear_weights import LinearWeight, make_linear, move, shape_of
 
 Rope = tuple[Tensor, float]
 """Inverse frequencies [R] and the factor on cos and sin (YaRN's attention scaling)."""
@@ -56,31 +57,28 @@ class DecoderLayer:
         self,
         arch: DecoderArchitecture,
         layer: LayerArchitecture,
-        weights: dict[str, Tensor],
+        weights: dict[str, LinearWeight],
         ops: TorchOps,
     ) -> None:
         self.arch, self.layer, self.ops = arch, layer, ops
         self.query_width = arch.num_heads * arch.head_dim
+        vectors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
-        def linear(name: str) -> Linear:
-            return ops.make_linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        def linear(name: str, activation: Activation | None = None, gated: bool = False) -> Linear:
+            weight, bias = weights[f"{name}.weight"], vectors.get(f"{name}.bias")
+            return make_linear(ops, weight, bias, activation, gated=gated)
 
         self.attn_qkv, self.attn_out = linear("attn_qkv"), linear("attn_out")
-        self.mlp_in = ops.make_activated_linear(
-            weights["mlp_in.weight"],
-            weights.get("mlp_in.bias"),
-            arch.activation,
-            gated=arch.gated_mlp,
-        )
+        self.mlp_in = linear("mlp_in", arch.activation, arch.gated_mlp)
         self.mlp_out = linear("mlp_out")
         norms = {
-            name: _make_norm(arch, ops, weights, name)
+            name: _make_norm(arch, ops, vectors, name)
             for name in ("attn_pre_norm", "attn_post_norm", "mlp_pre_norm", "mlp_post_norm")
         }
         self.attn_pre_norm, self.attn_post_norm = norms["attn_pre_norm"], norms["attn_post_norm"]
         self.mlp_pre_norm, self.mlp_post_norm = norms["mlp_pre_norm"], norms["mlp_post_norm"]
-        self.q_norm_weight = _norm_weight(arch, weights, "q_norm.weight")
-        self.k_norm_weight = _norm_weight(arch, weights, "k_norm.weight")
+        self.q_norm_weight = _norm_weight(arch, vectors, "q_norm.weight")
+        self.k_norm_weight = _norm_weight(arch, vectors, "k_norm.weight")
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -156,8 +154,9 @@ class Decoder:
 
     @property
     def kernel(self) -> str:
-        """What runs: the matrix multiplications' kernel and the one between them."""
-        return f"{self.layers[0].attn_qkv.kernel}+{self.ops.name}"
+        """What runs: the layers' matrix multiplications, each kernel once, and what is between."""
+        kernels = dict.fromkeys(linear.kernel for layer in self.layers for linear in layer.linears)
+        return f"{','.join(kernels)}+{self.ops.name}"
 
     @property
     def weight_bytes(self) -> int:
@@ -170,7 +169,7 @@ class Decoder:
             linears.append(self.lm_head)
         return sum(t.nbytes for t in tensors) + sum(linear.weight_bytes for linear in linears)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, LinearWeight]]) -> None:
         """Take the weights under their canonical names, in any order, casting each as it comes.
 
         Raises CheckpointError that names a tensor which is missing, unexpected or of a wrong
@@ -179,29 +178,29 @@ class Decoder:
         """
         expected = expected_shapes(self.arch)
         missing = dict.fromkeys(expected)
-        top: dict[str, Tensor] = {}
-        parts: list[dict[str, Tensor]] = [{} for _ in self.arch.layers]
+        top: dict[str, LinearWeight] = {}
+        parts: list[dict[str, LinearWeight]] = [{} for _ in self.arch.layers]
         wanted = [0] * self.arch.num_layers
         for name in expected:
             if name.startswith("layers."):
                 wanted[int(name.split(".")[1])] += 1
         layers: dict[int, DecoderLayer] = {}
-        for name, tensor in weights:
+        for name, weight in weights:
             if name not in expected:
                 raise CheckpointError(f"unexpected tensor {name} for a {self.arch.family} model")
-            if tuple(tensor.shape) != expected[name]:
+            if shape_of(weight) != expected[name]:
                 raise CheckpointError(
                     f"{name} should have shape {list(expected[name])}, "
-                    f"but has {list(tensor.shape)} in the checkpoint"
+                    f"but has {list(shape_of(weight))} in the checkpoint"
                 )
             missing.pop(name, None)
-            tensor = tensor.to(device=self.device, dtype=self.dtype)
+            moved = move(weight, self.device, self.dtype)
             if not name.startswith("layers."):
-                top[name] = tensor
+                top[name] = moved
                 continue
             _, index_text, short = name.split(".", 2)
             index = int(index_text)
-            parts[index][short] = tensor
+            parts[index][short] = moved
             if len(parts[index]) == wanted[index]:
                 layers[index] = DecoderLayer(
                     self.arch, self.arch.layers[index], parts[index], self.ops
@@ -212,11 +211,12 @@ class Decoder:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CheckpointError(f"the checkpoint has no tensor for {names[0]}{more}")
         self.layers = [layers[i] for i in range(self.arch.num_layers)]
-        self.embed_tokens = top["embed_tokens.weight"]
-        self.embed_positions = top.get("embed_positions.weight")
-        self.final_norm = _make_norm(self.arch, self.ops, top, "final_norm")
+        tensors = {name: value for name, value in top.items() if isinstance(value, Tensor)}
+        self.embed_tokens = tensors["embed_tokens.weight"]
+        self.embed_positions = tensors.get("embed_positions.weight")
+        self.final_norm = _make_norm(self.arch, self.ops, tensors, "final_norm")
         head = top["embed_tokens.weight" if self.arch.tie_embeddings else "lm_head.weight"]
-        self.lm_head = self.ops.make_linear(head, None)
+        self.lm_head = make_linear(self.ops, head, None)
 
     def make_kv_cache(self, num_slots: int) -> list[Tensor]:
         """Zeroed K/V tensors for so many token slots, one a layer, in the layout of the `ops`."""

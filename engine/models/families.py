@@ -62,8 +62,6 @@ def architecture_of(hf_config: Any) -> DecoderArchitecture:
         raise error
     config = text_config(hf_config)
     for part in {id(part): part for part in (hf_config, config)}.values():
-        if getattr(part, "quantization_config", None) is not None:
-            raise refuse(part, "quantization_config")
         if getattr(part, "is_encoder_decoder", False):
             raise refuse(part, "is_encoder_decoder")
     arch = FAMILIES[model_type].architecture(config)

@@ -16,12 +16,13 @@ import torch
 
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.device import check_fits, free_memory_bytes, resolve_device
-from llmbench.engine.errors import ConfigError, KernelBuildError
+from llmbench.engine.errors import ConfigError, KernelBuildError, UnsupportedModelError
 from llmbench.engine.models.architecture import DecoderArchitecture
 from llmbench.engine.models.decoder import Decoder
 from llmbench.engine.models.dummy_weights import draw_weights
 from llmbench.engine.models.families import FAMILIES, text_config
 from llmbench.engine.models.hf_config import load_hf_config, model_length_limits
+from llmbench.engine.models.quantized import CheckpointWeights
 from llmbench.engine.models.registry import Model, choose_architecture
 from llmbench.engine.models.rope_tables import inverse_frequencies
 from llmbench.engine.models.source import engine_errors, open_checkpoint, resolve_folder
@@ -46,6 +47,7 @@ class LoadedModel:
     Attributes:
         architecture: None where transformers' own code runs the model.
         checkpoint: None with `dummy` weights.
+        quantization: File format and schemes of a quantized checkpoint, for records; else None.
         free_bytes: Free memory of the device before the weights were loaded.
     """
 
@@ -54,6 +56,7 @@ class LoadedModel:
     hf_config: Any
     architecture: DecoderArchitecture | None
     checkpoint: Checkpoint | None
+    quantization: dict[str, Any] | None = None
     tokenizer: "PreTrainedTokenizerBase | None"
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -81,17 +84,20 @@ def load_model(config: EngineConfig) -> LoadedModel:
         is_dummy = config.load_format == "dummy"
         folder = resolve_folder(config.model, with_weights=not is_dummy)
         checkpoint = None if is_dummy else open_checkpoint(folder)
+        stored = None if checkpoint is None else CheckpointWeights.open(checkpoint)
         kernels = _Kernels(config, device)
         hf_config = load_hf_config(folder, trust_remote_code=config.trust_remote_code)
+        if stored is None:
+            _refuse_quantized_dummy(hf_config)
         max_model_len = _model_length(config, hf_config)
-        dtype = _dtype(config, hf_config, checkpoint, device)
+        dtype = _dtype(config, hf_config, stored, device)
         architecture = choose_architecture(hf_config, config.model_backend)
         free_bytes = free_memory_bytes(device)
         ops = kernels.ops(architecture, dtype)
         model: Model
         if architecture is not None:
             model = _load_decoder(
-                config, architecture, hf_config, checkpoint, dtype, device, max_model_len, ops
+                config, architecture, hf_config, stored, dtype, device, max_model_len, ops
             )
             kv_bytes_per_token = architecture.kv_bytes_per_token(dtype.itemsize)
         else:
@@ -100,7 +106,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             model = load_transformers_model(
                 folder,
                 hf_config,
-                checkpoint,
+                stored,
                 dtype=dtype,
                 device=device,
                 max_model_len=max_model_len,
@@ -116,6 +122,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             hf_config=hf_config,
             architecture=architecture,
             checkpoint=checkpoint,
+            quantization=None if stored is None else stored.facts,
             tokenizer=tokenizer,
             eos_token_ids=end_of_text_ids(folder, hf_config, tokenizer),
             max_model_len=max_model_len,
@@ -134,34 +141,48 @@ def _load_decoder(
     config: EngineConfig,
     arch: DecoderArchitecture,
     hf_config: Any,
-    checkpoint: Checkpoint | None,
+    stored: CheckpointWeights | None,
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
     ops: "TorchOps | None",
 ) -> Decoder:
     names = FAMILIES[hf_config.model_type].weight_names
-    if checkpoint is not None and arch.tie_embeddings and has_own_head(names, checkpoint):
+    if stored is not None and arch.tie_embeddings and has_own_head(names, stored):
         logger.warning(
             "%s ties embeddings in its config but stores a head of its own, which is used",
-            checkpoint.folder,
+            stored.folder,
         )
         arch = replace(arch, tie_embeddings=False)
-    if checkpoint is not None:
-        check_weights(arch, names, checkpoint)
-    num_parameters = arch.num_parameters
+    if stored is not None:
+        check_weights(arch, names, stored)
+    num_parameters, quantized_bytes = arch.num_parameters, 0
+    if stored is not None:
+        num_parameters -= stored.num_quantized_parameters
+        quantized_bytes = stored.quantized_bytes
     if arch.tie_embeddings and device.type == "cpu" and dtype is torch.bfloat16:
         # oneDNN reorders the head's matrix; the embeddings need the plain one beside it.
         num_parameters += arch.vocab_size * arch.hidden_size
-    check_fits(num_parameters, dtype, device)
+    check_fits(num_parameters, dtype, device, quantized_bytes=quantized_bytes)
     ropes = inverse_frequencies(text_config(hf_config), arch, max_model_len)
     decoder = Decoder(arch, ropes, dtype=dtype, device=device, ops=ops)
-    if checkpoint is None:
-        weights = draw_weights(arch, seed=config.seed, dtype=dtype, device=device)
+    if stored is None:
+        decoder.load_weights(draw_weights(arch, seed=config.seed, dtype=dtype, device=device))
     else:
-        weights = read_weights(arch, names, checkpoint)
-    decoder.load_weights(weights)
+        decoder.load_weights(read_weights(arch, names, stored))
     return decoder
+
+
+def _refuse_quantized_dummy(hf_config: Any) -> None:
+    """Random weights are drawn in full precision, which a quantized config does not mean."""
+    for part in (hf_config, text_config(hf_config)):
+        if getattr(part, "quantization_config", None) is not None:
+            error = UnsupportedModelError(
+                f"load_format dummy draws full-precision weights, and this {hf_config.model_type} "
+                "config describes a quantized model (quantization_config)"
+            )
+            error.add_note("take the config of the model that was quantized")
+            raise error
 
 
 class _Kernels:
@@ -234,7 +255,7 @@ def _model_length(config: EngineConfig, hf_config: Any) -> int:
 
 
 def _dtype(
-    config: EngineConfig, hf_config: Any, checkpoint: Checkpoint | None, device: torch.device
+    config: EngineConfig, hf_config: Any, stored: CheckpointWeights | None, device: torch.device
 ) -> torch.dtype:
     """The type to compute in: the asked-for one, else the checkpoint's."""
     on_cpu = device.type == "cpu"
@@ -246,8 +267,8 @@ def _dtype(
         asked: torch.dtype = getattr(torch, config.dtype)
         return asked
     dtype = getattr(hf_config, "dtype", None) or getattr(text_config(hf_config), "dtype", None)
-    if dtype is None and checkpoint is not None:
-        dtype = getattr(torch, checkpoint.dtype(max(checkpoint, key=lambda n: checkpoint.numel(n))))
+    if dtype is None and stored is not None and stored.float_dtype is not None:
+        dtype = getattr(torch, stored.float_dtype)
     if dtype is torch.float16 and on_cpu:
         logger.info("the checkpoint is float16: running in bfloat16, which CPUs compute faster")
         return torch.bfloat16

@@ -9,6 +9,7 @@ only after hf_probe.py has seen it compute, in pieces and in company, what it co
 
 import copy
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.device import check_fits, zeros
-from llmbench.engine.errors import CheckpointError, UnsupportedModelError
+from llmbench.engine.errors import CheckpointError, EngineError, UnsupportedModelError
 from llmbench.engine.models import hf_attention
 from llmbench.engine.models.families import text_config
 from llmbench.engine.models.hf_attention import ATTENTION, Step, attention_step
 from llmbench.engine.models.hf_probe import probe
+from llmbench.engine.models.hf_quantized import quantized_loading, quantized_modules
+from llmbench.engine.models.quantized import CheckpointWeights
 from llmbench.engine.models.rope_tables import fix_model_length
-from llmbench.quant.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ REFUSED = {
     "zamba2": RECURRENT,
 }
 """Known in advance; whatever is not listed still has to pass the probe."""
+PARTS = ("transformers", "torch")
+"""What a record calls this back end's operations."""
 
 
 class _Replay(torch.nn.Module):
@@ -77,8 +81,6 @@ class _Replay(torch.nn.Module):
 class TransformersModel:
     """A transformers causal language model behind the engine's interface."""
 
-    kernel = "transformers+torch"
-
     def __init__(self, causal_lm: Any, *, num_layers: int) -> None:
         self.causal_lm = causal_lm
         self._decoder = _decoder_of(causal_lm)
@@ -88,11 +90,21 @@ class TransformersModel:
         self._output_class: Any = None
         self.num_layers = num_layers
         self.cache_shapes: dict[int, tuple[int, int]] = {}
+        self._quantized = [
+            module.linear for module in quantized_modules(causal_lm) if module.linear is not None
+        ]
+
+    @property
+    def kernel(self) -> str:
+        """What runs: the kernels of quantized layers, each once, and torch's own operations."""
+        kernels = dict.fromkeys(linear.kernel for linear in self._quantized)
+        return "+".join((",".join(kernels), *PARTS) if kernels else PARTS)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, tied ones once."""
-        return sum(parameter.nbytes for parameter in self.causal_lm.parameters())
+        """Bytes of all parameters, tied ones once, and of quantized layers."""
+        plain: int = sum(parameter.nbytes for parameter in self.causal_lm.parameters())
+        return plain + sum(linear.weight_bytes for linear in self._quantized)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -133,7 +145,7 @@ class TransformersModel:
 def load_transformers_model(
     folder: Path,
     hf_config: Any,
-    checkpoint: Checkpoint | None,
+    stored: CheckpointWeights | None,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -141,7 +153,7 @@ def load_transformers_model(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> TransformersModel:
-    """Load a folder's model, or draw its weights where `checkpoint` is None, and probe it.
+    """Load a folder's model, or draw its weights where `stored` is None, and probe it.
 
     Raises:
         UnsupportedModelError: the model cannot be run this way; says why.
@@ -154,12 +166,14 @@ def load_transformers_model(
         "attn_implementation": ATTENTION,
         "trust_remote_code": trust_remote_code,
     }
-    if checkpoint is None:
+    if stored is None:
         check_fits(_count_parameters(hf_config, options), dtype, device)
         causal_lm = _draw(hf_config, options, seed)
     else:
-        check_fits(sum(checkpoint.numel(name) for name in checkpoint), dtype, device)
-        causal_lm = _read(folder, hf_config, options)
+        check_fits(
+            stored.num_plain_parameters, dtype, device, quantized_bytes=stored.quantized_bytes
+        )
+        causal_lm = _read(folder, hf_config, options, stored, device)
     causal_lm = causal_lm.to(device).eval().requires_grad_(False)
     fix_model_length(causal_lm, max_model_len)
     model = TransformersModel(causal_lm, num_layers=text_config(hf_config).num_hidden_layers)
@@ -172,8 +186,6 @@ def check_can_run(hf_config: Any, max_model_len: int, *, trust_remote_code: bool
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = hf_config.model_type
-    if getattr(hf_config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"this {kind} checkpoint is quantized (quantization_config)")
     if kind in REFUSED:
         raise UnsupportedModelError(f"{kind} has {REFUSED[kind]}")
     if getattr(hf_config, "is_encoder_decoder", False):
@@ -228,23 +240,34 @@ def _draw(hf_config: Any, options: dict[str, Any], seed: int) -> Any:
             ) from error
 
 
-def _read(folder: Path, hf_config: Any, options: dict[str, Any]) -> Any:
+def _read(
+    folder: Path,
+    hf_config: Any,
+    options: dict[str, Any],
+    stored: CheckpointWeights,
+    device: torch.device,
+) -> Any:
     from transformers.utils import logging
 
     hf_logging: Any = logging
     had_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
+    is_quantized = stored.quantized is not None
+    loading = quantized_loading(hf_config, stored, device) if is_quantized else nullcontext()
     try:
-        causal_lm, info = _auto_model().from_pretrained(
-            str(folder),
-            config=hf_config,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            **options,
-        )
+        with loading:
+            causal_lm, info = _auto_model().from_pretrained(
+                str(folder),
+                config=hf_config,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                **options,
+            )
+    except EngineError:
+        raise
     except Exception as error:
         raise CheckpointError(f"transformers cannot load {folder}: {error}") from error
     finally:
@@ -259,7 +282,8 @@ def _read(folder: Path, hf_config: Any, options: dict[str, Any]) -> Any:
                 f"{folder}: {what.replace('_', ' ')}: {', '.join(names[:3])}"
                 f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
             )
-    if unused := sorted(info.get("unexpected_keys") or ()):
+    unexpected = info.get("unexpected_keys") or ()
+    if unused := sorted(name for name in unexpected if not stored.is_consumed(name)):
         logger.warning("%s: %d tensors are not used, such as %s", folder, len(unused), unused[0])
     return causal_lm
 

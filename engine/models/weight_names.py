@@ -3,7 +3,8 @@
 The decoder knows one set of names (decoder.expected_shapes). A family says what its checkpoints
 call them; where the decoder has one matrix (query-key-value, gate-up) and the checkpoint several,
 they are stacked on their output rows. Names and shapes of the whole model are checked against the
-checkpoint's headers before the first tensor is read, in the checkpoint's own words.
+checkpoint's headers before the first tensor is read, in the checkpoint's own words. A quantized
+layer counts as one weight [out, in] throughout (quantized.py).
 """
 
 import re
@@ -16,7 +17,8 @@ from torch import Tensor
 from llmbench.engine.errors import CheckpointError
 from llmbench.engine.models.architecture import DecoderArchitecture
 from llmbench.engine.models.decoder import expected_shapes
-from llmbench.quant.checkpoint import Checkpoint
+from llmbench.engine.models.linear_weights import LinearWeight, StoredWeight, stack
+from llmbench.engine.models.quantized import CheckpointWeights
 
 TOP_LEVEL = ("embed_tokens", "embed_positions", "final_norm")
 
@@ -50,17 +52,17 @@ class WeightNames:
     has_transposed_linears: bool = False
     ignored: tuple[str, ...] = field(default=())
 
-    def prefix(self, checkpoint: Checkpoint) -> str:
+    def prefix(self, checkpoint: CheckpointWeights) -> str:
         """The prefix under which the checkpoint has its embeddings; else the first."""
         found = (p for p in self.prefixes if f"{p}{self.embed_tokens}.weight" in checkpoint)
         return next(found, self.prefixes[0])
 
-    def lm_head(self, checkpoint: Checkpoint) -> str:
+    def lm_head(self, checkpoint: CheckpointWeights) -> str:
         """Name of the head's tensor; the first possible one where the checkpoint has none."""
         names = [f"{name}.weight" for name in self.lm_heads]
         return next((name for name in names if name in checkpoint), names[0])
 
-    def sources(self, name: str, checkpoint: Checkpoint) -> tuple[str, ...]:
+    def sources(self, name: str, checkpoint: CheckpointWeights) -> tuple[str, ...]:
         """The checkpoint's names of the tensors that make up the decoder's tensor `name`."""
         module, kind = name.rsplit(".", 1)
         if module == "lm_head":
@@ -78,7 +80,9 @@ class WeightNames:
         return self.has_transposed_linears and is_linear and name.endswith(".weight")
 
 
-def check_weights(arch: DecoderArchitecture, names: WeightNames, checkpoint: Checkpoint) -> None:
+def check_weights(
+    arch: DecoderArchitecture, names: WeightNames, checkpoint: CheckpointWeights
+) -> None:
     """Hold all names and shapes of a checkpoint against the architecture; reads no tensor.
 
     Raises:
@@ -95,7 +99,8 @@ def check_weights(arch: DecoderArchitecture, names: WeightNames, checkpoint: Che
             continue
         parts = _part_shapes(arch, name, shape, len(sources))
         for source, part in zip(sources, parts, strict=True):
-            expected = part[::-1] if names.is_transposed(name) else part
+            is_transposed = names.is_transposed(name) and not checkpoint.is_quantized(source)
+            expected = part[::-1] if is_transposed else part
             if checkpoint.shape(source) != expected:
                 raise CheckpointError(
                     f"{source} should have shape {list(expected)} by {checkpoint.folder}/"
@@ -109,29 +114,46 @@ def check_weights(arch: DecoderArchitecture, names: WeightNames, checkpoint: Che
     unexpected = [
         name
         for name in checkpoint
-        if name not in used and not any(pattern.fullmatch(name) for pattern in patterns)
+        if name not in used
+        and not any(pattern.fullmatch(name) for pattern in patterns)
+        and not _is_idle_bias(name, checkpoint)
     ]
     if unexpected:
         raise _mismatch(checkpoint, "holds", unexpected, "has no place for", arch)
 
 
 def read_weights(
-    arch: DecoderArchitecture, names: WeightNames, checkpoint: Checkpoint
-) -> Iterator[tuple[str, Tensor]]:
-    """The decoder's tensors by name, [out, in] and stacked, in the checkpoint's dtype."""
+    arch: DecoderArchitecture, names: WeightNames, checkpoint: CheckpointWeights
+) -> Iterator[tuple[str, LinearWeight]]:
+    """The decoder's weights by name, [out, in] and stacked, in the checkpoint's dtype."""
     for name in expected_shapes(arch):
-        parts = [checkpoint.get(source) for source in names.sources(name, checkpoint)]
-        if names.is_transposed(name):
-            parts = [part.t() for part in parts]
-        yield name, parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        is_transposed = names.is_transposed(name)
+        parts: list[StoredWeight] = []
+        for source in names.sources(name, checkpoint):
+            part = checkpoint.get(source)
+            if is_transposed and isinstance(part, Tensor):
+                part = part.t().contiguous()
+            parts.append(part)
+        yield name, stack(parts)
 
 
-def has_own_head(names: WeightNames, checkpoint: Checkpoint) -> bool:
+def has_own_head(names: WeightNames, checkpoint: CheckpointWeights) -> bool:
     """Whether a checkpoint with tied embeddings carries a head that differs from them."""
     head, embeddings = names.lm_head(checkpoint), names.sources("embed_tokens.weight", checkpoint)
     if head not in checkpoint:
         return False
-    return not torch.equal(checkpoint.get(head), checkpoint.get(embeddings[0]))
+    tensors = [checkpoint.get(name) for name in (head, embeddings[0])]
+    plain = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    return len(plain) < len(tensors) or not torch.equal(*plain)
+
+
+def _is_idle_bias(name: str, checkpoint: CheckpointWeights) -> bool:
+    """Whether this is a bias of zeros that a quantizer gave to a layer without one."""
+    module, _, kind = name.rpartition(".")
+    if kind != "bias" or not checkpoint.is_quantized(f"{module}.weight"):
+        return False
+    bias = checkpoint.get(name)
+    return isinstance(bias, Tensor) and not bool(bias.any())
 
 
 def _part_shapes(
@@ -149,7 +171,7 @@ def _part_shapes(
 
 
 def _mismatch(
-    checkpoint: Checkpoint, verb: str, names: list[str], why: str, arch: DecoderArchitecture
+    checkpoint: CheckpointWeights, verb: str, names: list[str], why: str, arch: DecoderArchitecture
 ) -> CheckpointError:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     error = CheckpointError(
