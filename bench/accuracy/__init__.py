@@ -1,0 +1,1 @@
+"""What a model's answers are worth, and how far they are from another model's."""
