@@ -18,14 +18,15 @@ from typing import Annotated
 import typer
 
 from llmbench.bench.errors import BenchConfigError
-from llmbench.cli import doctor, generate, models, serve_bench, study
+from llmbench.cli import doctor, generate, models, quantize, serve_bench, study
 from llmbench.cli.options import KNOWN_ERRORS, SettingsError, examples
 from llmbench.cli.output import print_error, reset_logging
 from llmbench.cli.workload_options import join_goodput
 from llmbench.engine.errors import ConfigError
+from llmbench.quant.errors import ConfigError as QuantConfigError
 
 DONE, USAGE, FAILED, INTERRUPTED = 0, 2, 3, 130
-USAGE_ERRORS = (SettingsError, ConfigError, BenchConfigError)
+USAGE_ERRORS = (SettingsError, ConfigError, QuantConfigError, BenchConfigError)
 REPORTED_VERSIONS = ("llmbench", "torch", "transformers", "typer")
 
 app = typer.Typer(
@@ -35,11 +36,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=examples(
         "llmbench models pull smollm2-135m",
+        "llmbench quantize smollm2-135m --method rtn --group-size 64 -o smollm2-w4",
         "llmbench serve-bench smollm2-135m --random-input-len 128 --max-concurrency 1,4,16",
-        "llmbench study batching",
     ),
 )
 generate.register(app)
+quantize.register(app)
 serve_bench.register(app)
 study.register(app)
 models.register(app)
@@ -51,7 +53,7 @@ def _root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Decide how a language model is served: measure its latency, throughput and memory."""
+    """Decide how a language model is served: make it smaller, measure its latency and memory."""
     if version:
         print(importlib.metadata.version("llmbench"))
         raise typer.Exit(DONE)

@@ -17,7 +17,7 @@ def refuse_unused_flags(ctx: typer.Context) -> None:
     """Raise SettingsError for the first flag that the others leave without effect."""
     for parameter in ctx.command.params:
         name = parameter.name
-        if name is None or not _was_given(ctx, name):
+        if name is None or not was_given(ctx, name):
             continue
         reason = _reason(name, ctx)
         if reason:
@@ -42,6 +42,7 @@ def _reason(name: str, ctx: typer.Context) -> str:
     return ""
 
 
-def _was_given(ctx: typer.Context, name: str) -> bool:
+def was_given(ctx: typer.Context, name: str) -> bool:
+    """Whether the option of this name stood on the command line."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

@@ -59,6 +59,18 @@ class Scheme:
         return f"W{self.bits}A{8 if self.activations == 'int8' else 16}"
 
 
+DEFAULT_SCHEMES: dict[Method, Scheme] = {
+    "rtn": Scheme(),
+    "gptq": Scheme(),
+    "awq": Scheme(sym=False),
+    "qqq": Scheme(activations="int8"),
+    "smoothquant": Scheme(bits=8, group_size=PER_CHANNEL, activations="int8"),
+    "int8": Scheme(bits=8, group_size=PER_CHANNEL, activations="int8"),
+}
+"""What a method makes where nothing else is asked. AWQ's format and its readers expect zero
+points; the 8-bit methods scale whole rows, so that their products stay integer sums."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
     """Other settings for the layers whose whole name a regular expression finds a place in.

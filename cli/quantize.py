@@ -1,0 +1,221 @@
+"""`llmbench quantize`: a checkpoint in, a smaller one out, with a plan before and a proof after."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmbench.cli import quantize_options as q
+from llmbench.cli.engine_options import Model, NumThreads, TrustRemoteCode
+from llmbench.cli.models import require_model
+from llmbench.cli.options import (
+    OUTPUT,
+    Debug,
+    Json,
+    Quiet,
+    SectionedCommand,
+    Verbose,
+    config_from,
+    examples,
+    option,
+)
+from llmbench.cli.output import Output
+from llmbench.cli.progress import Progress
+from llmbench.cli.quantize_checks import (
+    check_calibration,
+    check_output,
+    check_text,
+    refuse_idle_settings,
+    scheme_from,
+    with_flags,
+)
+from llmbench.cli.quantize_options import QUANT
+from llmbench.cli.quantize_output import duration, print_plan, print_result
+from llmbench.engine.models.source import open_checkpoint, resolve_folder
+from llmbench.quant.config import QuantConfig
+from llmbench.quant.consumers import consumers
+from llmbench.quant.errors import ConfigError
+from llmbench.quant.plan import QuantPlan, plan_run
+from llmbench.reports.format import counted, percent
+
+if TYPE_CHECKING:
+    from llmbench.quant.calibration import CalibrationSet
+    from llmbench.quant.pipeline import Progress as BlockProgress
+    from llmbench.quant.pipeline import QuantResult
+
+STAGES = {"quantize": "quantizing", "save": "saving", "verify": "verifying"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command(
+        "quantize",
+        cls=SectionedCommand,
+        epilog=examples(
+            "llmbench quantize smollm2-135m --method gptq --group-size 64 \\\n"
+            "    --calibration texts.txt -o smollm2-gptq",
+            "llmbench quantize ./my-model --method awq --dry-run",
+            "llmbench quantize ./my-model --method rtn --skip 'layers\\.0\\.' \\\n"
+            "    --override 'down_proj:bits=8,group_size=32' -o my-model-w4",
+        ),
+    )(quantize_command)
+
+
+def quantize_command(
+    ctx: typer.Context,
+    model: Model,
+    output: Annotated[
+        Path | None,
+        option(
+            OUTPUT, "--output", "-o", help="Folder of the new checkpoint; a broken-off run resumes."
+        ),
+    ] = None,
+    method: q.MethodOption = QUANT.method,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print plan, sizes and who can load it; run nothing.")
+    ] = False,
+    bits: q.Bits = None,
+    group_size: q.GroupSize = None,
+    sym: q.Sym = None,
+    format: q.FormatOption = QUANT.format,
+    override: q.OverrideOption = None,
+    skip: q.SkipOption = None,
+    quantize_lm_head: q.QuantizeLMHead = QUANT.quantize_lm_head,
+    calibration: q.CalibrationOption = None,
+    num_calibration_samples: q.NumCalibrationSamples = QUANT.num_calibration_samples,
+    max_seq_length: q.MaxSeqLength = QUANT.max_seq_length,
+    seed: q.CalibrationSeed = QUANT.seed,
+    damp_percent: q.DampPercent = QUANT.damp_percent,
+    act_order: q.ActOrder = QUANT.act_order,
+    desc_act: q.DescAct = QUANT.desc_act,
+    true_sequential: q.TrueSequential = QUANT.true_sequential,
+    scale_search: q.ScaleSearch = QUANT.scale_search,
+    transform: q.TransformOption = QUANT.transform,
+    smooth_alpha: q.SmoothAlpha = QUANT.smooth_alpha,
+    compute_dtype: q.ComputeDTypeOption = QUANT.compute_dtype,
+    num_threads: NumThreads = None,
+    trust_remote_code: TrustRemoteCode = False,
+    backend: q.BackendOption = "llmbench",
+    backend_python: q.BackendPython = None,
+    evaluate: q.Evaluate = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+) -> None:
+    """Make a smaller checkpoint of a model: GPTQ, AWQ, QQQ, SmoothQuant, LLM.int8, or rounding.
+
+    Everything that could fail is checked before anything is computed. Blocks are written as they
+    are done, so the same command continues where the last one stopped. The result is read back
+    and compared with what was computed before it counts as done.
+    """
+    streams = Output(as_json=json, quiet=quiet, verbose=verbose)
+    refuse_idle_settings(ctx, streams)
+    config = config_from(
+        QuantConfig,
+        ctx,
+        scheme=scheme_from(ctx, streams),
+        overrides=(
+            *(q.parse_skip(pattern) for pattern in skip or ()),
+            *(q.parse_override(rule) for rule in override or ()),
+        ),
+    )
+    require_model(model, "auto")
+    folder = resolve_folder(model)
+    if not dry_run:
+        output = check_output(output, folder)
+        check_calibration(calibration, config)
+        check_text(evaluate, "--evaluate")
+    plan = _plan(folder, config, output)
+    readers = consumers(plan.format, plan.targets, desc_act=config.desc_act)
+    if dry_run:
+        print_plan(plan, readers, streams)
+        return
+    assert output is not None, "check_output has seen to it"
+    streams.note(f"{counted(len(plan.quantized), 'layer')} to {plan.format} ({plan.format_reason})")
+    result = _run(folder, output, plan, calibration, ctx, streams)
+    quality = None if evaluate is None else _evaluate(folder, output, evaluate, streams)
+    print_result(model, result, plan, readers, quality, streams)
+
+
+def _plan(folder: Path, config: QuantConfig, output: Path | None) -> QuantPlan:
+    try:
+        return plan_run(open_checkpoint(folder), config, output=output)
+    except ConfigError as refusal:
+        raise with_flags(refusal) from refusal
+
+
+def _run(
+    folder: Path,
+    output: Path,
+    plan: QuantPlan,
+    calibration: str | None,
+    ctx: typer.Context,
+    streams: Output,
+) -> "QuantResult":
+    """Quantize with a progress bar; Ctrl-C leaves what the same command goes on from."""
+    import torch
+
+    from llmbench.quant.pipeline import quantize
+
+    if (num_threads := ctx.params["num_threads"]) is not None:
+        torch.set_num_threads(num_threads)
+    trust_remote_code: bool = ctx.params["trust_remote_code"]
+    with Progress(streams) as progress:
+        try:
+            texts = _calibration(folder, plan.config, calibration, trust_remote_code)
+            return quantize(
+                folder,
+                output,
+                plan=plan,
+                calibration=texts,
+                on_progress=lambda step: _show(progress, step),
+                trust_remote_code=trust_remote_code,
+            )
+        except KeyboardInterrupt:
+            progress.note("the same command continues where this one stopped")
+            raise
+
+
+def _calibration(
+    folder: Path, config: QuantConfig, source: str | None, trust_remote_code: bool
+) -> "CalibrationSet | None":
+    if not config.needs_calibration:
+        return None
+    from llmbench.engine.models.hf_config import load_hf_config
+    from llmbench.engine.models.tokenizer import load_tokenizer
+    from llmbench.quant.calibration import load_calibration
+
+    assert source is not None, "check_calibration has seen to it"
+    hf_config = load_hf_config(folder, trust_remote_code=trust_remote_code)
+    return load_calibration(
+        source,
+        load_tokenizer(folder, hf_config, trust_remote_code=trust_remote_code),
+        num_samples=config.num_calibration_samples,
+        max_seq_length=config.max_seq_length,
+        seed=config.seed,
+    )
+
+
+def _show(progress: Progress, step: "BlockProgress") -> None:
+    facts = []
+    if step.relative_mse is not None:
+        facts.append(f"mean error {percent(step.relative_mse)}")
+    if step.eta_s is not None:
+        facts.append(f"{duration(step.eta_s)} left")
+    progress.update(
+        STAGES.get(step.phase, step.phase), step.num_done, step.num_blocks, ", ".join(facts)
+    )
+
+
+def _evaluate(folder: Path, output: Path, text: Path, streams: Output) -> Any:
+    """Perplexity and divergence from the base, both measured in the same way."""
+    from llmbench.bench.quality import evaluate_quality
+
+    with Progress(streams) as progress:
+        return evaluate_quality(
+            folder,
+            output,
+            text,
+            on_progress=lambda done, total: progress.update("evaluating", done, total),
+        )

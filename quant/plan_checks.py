@@ -1,0 +1,235 @@
+"""The refusals of a quantization plan: what would fail later, named before it costs anything.
+
+Each function raises a ConfigError that names the layer, the two numbers that disagree, and, in a
+note, settings that would work. Sources of the rules: group sizes as every consumer wants them
+(the size divides the input width; compressed-tensors 447 reports the failure at save time), fused
+layers as vLLM's loader asserts them (GPTQModel 1485), tied heads as sglang 2935 reports them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmbench.quant.checkpoint import Checkpoint
+from llmbench.quant.config import PER_CHANNEL, Format, Method, QuantConfig, Scheme
+from llmbench.quant.errors import ConfigError
+from llmbench.quant.formats.registry import FORMATS, ONE_SCHEME
+from llmbench.quant.linear_layers import LinearLayer, fused_with
+
+Target = tuple[LinearLayer, Scheme]
+
+USUAL_GROUP_SIZES = (128, 64, 32, 16, PER_CHANNEL)
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""How configs of mixtures of experts call the number of experts of a layer."""
+FLOATING = ("float32", "bfloat16", "float16")
+METHOD_BITS: dict[Method, tuple[int, ...]] = {
+    "rtn": (2, 3, 4, 8),
+    "gptq": (2, 3, 4, 8),
+    "awq": (2, 3, 4, 8),
+    "qqq": (4,),
+    "smoothquant": (8,),
+    "int8": (8,),
+}
+SYMMETRIC_METHODS: tuple[Method, ...] = ("qqq", "smoothquant", "int8")
+"""Their products run on integers, where a zero point would need a sum of every token's input."""
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json."""
+    part = config.get("text_config")
+    return dict(part) if isinstance(part, dict) else dict(config)
+
+
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose layers are codes already."""
+    config = checkpoint.config
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    packed = next(
+        (name for name in checkpoint.names if re.search(r"\.(qweight|weight_packed|B|SCB)$", name)),
+        None,
+    )
+    if not found and packed is None:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    how = f"by {method}" if method else f"it holds {packed}" if packed else "by its config.json"
+    error = ConfigError(f"{checkpoint.folder} is quantized already ({how})")
+    error.add_note("start from the full-precision checkpoint that it was made from")
+    error.add_note("to move its codes into another file format, use `llmbench convert`")
+    raise error
+
+
+def refuse_experts(text: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Refuse mixtures of experts: an expert that gets no tokens has nothing to be fitted to."""
+    key = next((key for key in EXPERT_COUNTS if isinstance(text.get(key), int) and text[key]), None)
+    tensor = next((name for name in checkpoint.names if ".experts." in name), None)
+    if key is None and tensor is None:
+        return
+    evidence = f"{key} is {text[key]}" if key else f"it holds {tensor}"
+    family = text.get("model_type", "this model")
+    error = ConfigError(
+        f"mixtures of experts are not quantized here, and {family} is one ({evidence})"
+    )
+    error.add_note(
+        "gptqmodel and llmcompressor do them, where installed: `--backend gptqmodel`, "
+        "`--backend llmcompressor`"
+    )
+    raise error
+
+
+def refuse_other_types(checkpoint: Checkpoint, linears: Sequence[LinearLayer]) -> None:
+    """Refuse weights that are not floating-point numbers of 16 or 32 bits."""
+    for layer in linears:
+        dtype = checkpoint.dtype(f"{layer.name}.weight")
+        if dtype not in FLOATING:
+            raise ConfigError(
+                f"{layer.name}.weight holds {dtype}, expected one of {', '.join(FLOATING)}"
+            )
+
+
+def refuse_tied_head(
+    checkpoint: Checkpoint, config: QuantConfig, linears: Sequence[LinearLayer]
+) -> None:
+    """Refuse to quantize a head that is the embedding table under another name."""
+    if not config.quantize_lm_head:
+        return
+    text = text_config(checkpoint.config)
+    is_tied = text.get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings", False))
+    if is_tied or linears[-1].block:
+        error = ConfigError(
+            "quantize_lm_head needs a head of its own, and this model's is tied to its embeddings"
+        )
+        error.add_note("leave the head in full precision: it is stored once either way")
+        raise error
+
+
+def refuse_idle_overrides(config: QuantConfig, linears: Sequence[LinearLayer]) -> None:
+    """Refuse an override that decides nothing: most often its pattern has a typing error."""
+    taken: dict[str, str] = {}
+    for override in config.overrides:
+        matched = [layer.name for layer in linears if override.matches(layer.name)]
+        kind = "skip" if override.skip else "override"
+        if not matched:
+            # A tied head is no layer of its own, and skipping it is what happens anyway.
+            if override.skip and override.matches("lm_head"):
+                continue
+            error = ConfigError(f"{kind} {override.pattern!r} matches no linear layer")
+            names = dict.fromkeys(layer.name.rpartition(".")[2] for layer in linears)
+            error.add_note(f"layers are called, for example, {linears[0].name}")
+            error.add_note(f"last parts of names: {', '.join(names)}")
+            raise error
+        first = next((name for name in matched if name not in taken), None)
+        if first is None:
+            raise ConfigError(
+                f"{kind} {override.pattern!r} has no effect: {taken[matched[0]]!r} comes before it "
+                f"and matches {matched[0]} too"
+            )
+        is_head_only = all(not layer.block for layer in linears if layer.name in matched)
+        if is_head_only and not override.skip and not config.quantize_lm_head:
+            error = ConfigError(
+                f"{kind} {override.pattern!r} has no effect: the head stays in full precision"
+            )
+            error.add_note("quantize_lm_head quantizes it too")
+            raise error
+        for name in matched:
+            taken.setdefault(name, override.pattern)
+
+
+def refuse_schemes(targets: Sequence[Target], config: QuantConfig) -> None:
+    """Refuse what the method cannot do, and group sizes that do not divide a layer's input."""
+    method = config.method
+    for layer, scheme in targets:
+        if scheme.bits not in METHOD_BITS[method]:
+            known = " or ".join(str(bits) for bits in METHOD_BITS[method])
+            error = ConfigError(f"{method} works with {known} bits, not {scheme.bits}")
+            error.add_note(f"asked for {layer.name}; rtn and gptq do 2, 3, 4 and 8 bits")
+            raise error
+        if not scheme.sym and method in SYMMETRIC_METHODS:
+            raise ConfigError(f"{method} is symmetric: sym cannot be off ({layer.name})")
+    misfits = [
+        (layer, scheme)
+        for layer, scheme in targets
+        if scheme.group_size != PER_CHANNEL and layer.in_features % scheme.group_size
+    ]
+    if not misfits:
+        return
+    layer, scheme = misfits[0]
+    others = f" and {len(misfits) - 1} more layers" if len(misfits) > 1 else ""
+    error = ConfigError(
+        f"group_size {scheme.group_size} does not divide in_features {layer.in_features} "
+        f"({layer.name}{others})"
+    )
+    fits = [size for size in USUAL_GROUP_SIZES if _divides_all(size, targets)]
+    error.add_note(
+        "group sizes that fit every layer: "
+        + ", ".join("-1 (one group a row)" if size == PER_CHANNEL else str(size) for size in fits)
+    )
+    widths = {item.in_features for item, _ in misfits}
+    if len(misfits) < len(targets) and len(widths) == 1:
+        last = "|".join(dict.fromkeys(item.name.rpartition(".")[2] for item, _ in misfits))
+        own = [size for size in fits if size == PER_CHANNEL or size < scheme.group_size]
+        error.add_note(
+            f"or another size for these layers alone: override '({last})$:group_size={own[0]}', or "
+            f"leave them in full precision: skip '({last})$'"
+        )
+    raise error
+
+
+def refuse_fused_differences(schemes: Mapping[str, Scheme | None]) -> None:
+    """Refuse different schemes in layers that engines run as one."""
+    for name, scheme in schemes.items():
+        for other in fused_with(name):
+            if other not in schemes or schemes[other] == scheme:
+                continue
+            members = [member for member in fused_with(name) if member in schemes]
+            last = "|".join(member.rpartition(".")[2] for member in members)
+            error = ConfigError(
+                f"{name} is {_spelled(scheme)} and {other} is {_spelled(schemes[other])}, but "
+                "engines run these as one layer"
+            )
+            error.add_note(f"let the pattern match all of them: '({last})$'")
+            raise error
+
+
+def refuse_format(file_format: Format, targets: Sequence[Target], config: QuantConfig) -> None:
+    """Refuse a format that cannot hold every layer; name those that can."""
+    reason = _format_refusal(file_format, targets, config)
+    if reason is None:
+        return
+    error = ConfigError(reason)
+    others = [name for name in FORMATS if _format_refusal(name, targets, config) is None]
+    if others:
+        error.add_note(f"formats that hold every layer: {', '.join(others)}")
+    else:
+        error.add_note(
+            "no format holds these layers: change their bits or group size, or skip them"
+        )
+    raise error
+
+
+def _format_refusal(name: Format, targets: Sequence[Target], config: QuantConfig) -> str | None:
+    for layer, scheme in targets:
+        reason = FORMATS[name].refusal(
+            scheme, layer.out_features, layer.in_features, desc_act=config.desc_act
+        )
+        if reason is not None:
+            return f"{reason} ({layer.name})"
+    if name in ONE_SCHEME:
+        first, scheme = targets[0]
+        for layer, other in targets:
+            if other != scheme:
+                return (
+                    f"a file in the format {name} has one scheme for all layers: {first.name} is "
+                    f"{_spelled(scheme)} and {layer.name} is {_spelled(other)}"
+                )
+    return None
+
+
+def _divides_all(size: int, targets: Sequence[Target]) -> bool:
+    return size == PER_CHANNEL or all(layer.in_features % size == 0 for layer, _ in targets)
+
+
+def _spelled(scheme: Scheme | None) -> str:
+    if scheme is None:
+        return "in full precision"
+    zeros = "symmetric" if scheme.sym else "asymmetric"
+    return f"{scheme.name} with groups of {scheme.group_size}, {zeros}"
