@@ -104,14 +104,30 @@ class Checkpoint:
 
         entry = self._entry(name)
         data = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        self._read(name, data.numpy().data)
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        return data.view(dtype).reshape(entry.shape)
+
+    def integers(self, name: str) -> list[int]:
+        """Values of a small int64 tensor, without torch."""
+        entry = self._entry(name)
+        if entry.dtype != "int64":
+            raise CheckpointError(f"{name} is {entry.dtype}, expected int64")
+        data = bytearray(entry.num_bytes)
+        self._read(name, memoryview(data))
+        return [
+            int.from_bytes(data[start : start + 8], "little", signed=True)
+            for start in range(0, len(data), 8)
+        ]
+
+    def _read(self, name: str, buffer: memoryview) -> None:
+        entry = self._entry(name)
         try:
             with entry.path.open("rb", buffering=0) as file:
                 file.seek(entry.start)
-                _read_into(file, data.numpy().data)
+                _read_into(file, buffer)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {name} from {entry.path}: {error}") from error
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        return data.view(dtype).reshape(entry.shape)
 
     @cached_property
     def digest(self) -> str:

@@ -337,14 +337,14 @@ def _in_features(checkpoint: Checkpoint, module: str, scheme: Scheme) -> int:
     scales = checkpoint.shape(f"{module}.weight_scale")
     if scheme.group_size != PER_CHANNEL and len(scales) == 2 and scales[1] > 1:
         return scales[1] * scheme.group_size
-    rows, columns = checkpoint.get(f"{module}.weight_shape").tolist()
+    rows, columns = checkpoint.integers(f"{module}.weight_shape")
     stored = checkpoint.shape(f"{module}.weight_packed")
     if rows != stored[0] or shared.word_count(columns, scheme.bits) != stored[-1]:
         raise FormatError(
             f"{module}.weight_shape is [{rows}, {columns}], which {scheme.bits}-bit "
             f"weight_packed {list(stored)} does not hold"
         )
-    return int(columns)
+    return columns
 
 
 def _int_layer(checkpoint: Checkpoint, module: str, group: _Group) -> StoredLayer:
@@ -397,7 +397,7 @@ def _codes(
 
     if f"{module}.weight_packed" not in checkpoint:
         return _unsigned(f"{module}.weight", checkpoint.get(f"{module}.weight"), scheme)
-    if tuple(checkpoint.get(f"{module}.weight_shape").tolist()) != shape:
+    if tuple(checkpoint.integers(f"{module}.weight_shape")) != shape:
         raise FormatError(f"{module}.weight_shape differs from its scales, which say {list(shape)}")
     return unpack(checkpoint.get(f"{module}.weight_packed"), scheme.bits, shape[1])
 

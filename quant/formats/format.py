@@ -38,8 +38,8 @@ class StoredLayer:
     Attributes:
         shape: [N, C] of the weight that the tensors stand for.
         tensors: Names of the tensors that make the weight; a bias is not among them.
-        read: Reads the weight. With `codes=False` its codes are zeros that take no memory:
-            enough to look at scales, zeros and the order of groups.
+        read: Reads the weight. Without codes they have a shape and no values: enough to look at
+            scales, zeros and the order of groups.
     """
 
     scheme: Scheme
@@ -221,10 +221,10 @@ def refuse_order(name: str, weight: "QuantizedWeight", format_name: str) -> None
 
 
 def no_codes(shape: tuple[int, int]) -> "torch.Tensor":
-    """[N, C] of zeros that share one byte."""
+    """[N, C] uint8 that has a shape and no values, on torch's meta device."""
     import torch
 
-    return torch.zeros(1, 1, dtype=torch.uint8).expand(shape)
+    return torch.empty(shape, dtype=torch.uint8, device="meta")
 
 
 def integer(settings: Mapping[str, Any], *keys: str) -> int:

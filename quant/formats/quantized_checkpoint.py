@@ -90,7 +90,7 @@ class QuantizedCheckpoint:
         return self._layer(name).read(True)
 
     def parameters(self, name: str) -> "QuantizedWeight":
-        """Read a layer's scales, zeros and order of groups; the codes are all zero."""
+        """Read a layer's scales, zeros and order of groups; the codes have no values (meta)."""
         return self._layer(name).read(False)
 
     def _layer(self, name: str) -> StoredLayer:
