@@ -227,7 +227,6 @@ def _build(hf_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             model = auto.from_config(
                 config,
                 dtype=dtype,
-                attn_implementation="sdpa",
                 trust_remote_code=trust_remote_code,
             )
     # A config that passes validation may still make no model, in as many ways as families.
