@@ -1,7 +1,7 @@
 """`llmbench quantize`: a checkpoint in, a smaller one out, with a plan before and a proof after."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,13 +30,13 @@ from llmbench.cli.quantize_checks import (
     with_flags,
 )
 from llmbench.cli.quantize_options import QUANT
-from llmbench.cli.quantize_output import duration, print_plan, print_result
+from llmbench.cli.quantize_output import Evaluation, duration, print_plan, print_result
 from llmbench.engine.models.source import open_checkpoint, resolve_folder
 from llmbench.quant.config import QuantConfig
 from llmbench.quant.consumers import consumers
 from llmbench.quant.errors import ConfigError
 from llmbench.quant.plan import QuantPlan, plan_run
-from llmbench.reports.format import counted, percent
+from llmbench.reports.format import counted, number, percent
 
 if TYPE_CHECKING:
     from llmbench.quant.calibration import CalibrationSet
@@ -134,8 +134,8 @@ def quantize_command(
     assert output is not None, "check_output has seen to it"
     streams.note(f"{counted(len(plan.quantized), 'layer')} to {plan.format} ({plan.format_reason})")
     result = _run(folder, output, plan, calibration, ctx, streams)
-    quality = None if evaluate is None else _evaluate(folder, output, evaluate, streams)
-    print_result(model, result, plan, readers, quality, streams)
+    evaluation = None if evaluate is None else _evaluate(folder, output, evaluate, streams)
+    print_result(model, result, plan, readers, evaluation, streams)
 
 
 def _plan(folder: Path, config: QuantConfig, output: Path | None) -> QuantPlan:
@@ -208,14 +208,19 @@ def _show(progress: Progress, step: "BlockProgress") -> None:
     )
 
 
-def _evaluate(folder: Path, output: Path, text: Path, streams: Output) -> Any:
+def _evaluate(folder: Path, output: Path, text: Path, streams: Output) -> "Evaluation":
     """Perplexity and divergence from the base, both measured in the same way."""
-    from llmbench.bench.quality import evaluate_quality
+    from llmbench.bench.accuracy.quality import evaluate_quality
+    from llmbench.engine.config import EngineConfig
 
+    name = output.name
     with Progress(streams) as progress:
-        return evaluate_quality(
-            folder,
-            output,
+        qualities, windows = evaluate_quality(
+            EngineConfig(model=str(folder)),
+            {name: EngineConfig(model=str(output))},
             text,
-            on_progress=lambda done, total: progress.update("evaluating", done, total),
+            on_progress=lambda done, total, perplexities: progress.update(
+                "evaluating", done, total, f"perplexity {number(perplexities[name], 4)} so far"
+            ),
         )
+    return Evaluation(quality=qualities[name], protocol=windows.protocol)

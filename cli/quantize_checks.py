@@ -99,7 +99,7 @@ def check_calibration(calibration: str | None, config: QuantConfig) -> None:
     is_hub_id = HUB_ID.fullmatch(calibration.partition(":")[0]) is not None
     has_folder = "/" in calibration and path.parent.is_dir()
     looks_like_file = path.suffix in TEXT_SUFFIXES or has_folder
-    if not path.exists() and (looks_like_file or not is_hub_id):
+    if path.is_dir() or (not path.exists() and (looks_like_file or not is_hub_id)):
         raise _no_file(path, "--calibration")
 
 

@@ -90,7 +90,7 @@ def _setting(rule: str, item: str) -> tuple[str, Any]:
         raise _wrong(rule, f"{item!r} is no setting; known are skip, bits=, group_size=, sym, asym")
     if name == "sym" or not re.fullmatch(r"-?\d+", value.strip()):
         wanted = "true or false" if name == "sym" else "a whole number"
-        raise _wrong(rule, f"{item!r} has no value that is {wanted}")
+        raise _wrong(rule, f"{item!r} wants {wanted} behind the equal sign")
     return name, int(value)
 
 

@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmbench.bench.strict_json import strict
@@ -12,6 +13,7 @@ from llmbench.quant.plan import QuantPlan
 from llmbench.reports.format import number, percent, size
 
 if TYPE_CHECKING:
+    from llmbench.bench.accuracy.divergence import Quality
     from llmbench.quant.pipeline import QuantResult
 
 CALLED = {
@@ -21,6 +23,14 @@ CALLED = {
     "activations": "calibration activations",
     "statistics": "statistics of a layer",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How far the result is from its base, and how that was measured."""
+
+    quality: "Quality"
+    protocol: str
 
 
 def print_plan(plan: QuantPlan, readers: Sequence[Consumer], streams: Output) -> None:
@@ -52,14 +62,14 @@ def print_result(
     result: "QuantResult",
     plan: QuantPlan,
     readers: Sequence[Consumer],
-    quality: Any,
+    evaluation: Evaluation | None,
     streams: Output,
 ) -> None:
     """Print how a run came out, and what can be done with the checkpoint."""
     from llmbench.reports.quant_report import consumer_table, layer_table, phase_line, size_line
     from llmbench.reports.tables import render
 
-    streams.document(result_record(model, result, plan, readers, quality))
+    streams.document(result_record(model, result, plan, readers, evaluation))
     streams.result(f"{render(layer_table(result.layers), sys.stdout)}\n")
     if result.coverage is not None:
         streams.result(f"tokens    {coverage_line(asdict(result.coverage))}")
@@ -68,13 +78,13 @@ def print_result(
     streams.result(f"memory    {size(result.peak_rss_bytes)} at most")
     if result.num_resumed_blocks:
         streams.result(f"resumed   {result.num_resumed_blocks} blocks were there from before")
-    if quality is not None:
-        for line in quality_lines(quality):
-            streams.result(line)
+    if evaluation is not None:
+        streams.result(f"quality   {quality_line(evaluation.quality)}")
+        streams.result(f"          {evaluation.protocol}")
     streams.result(f"\n{render(consumer_table(readers), sys.stdout)}")
     streams.note(f"\ncheckpoint  {result.output}")
     streams.note("next:")
-    for command in next_commands(model, result.output, has_quality=quality is not None):
+    for command in next_commands(model, result.output):
         streams.note(f"  {command}")
 
 
@@ -83,7 +93,7 @@ def result_record(
     result: "QuantResult",
     plan: QuantPlan,
     readers: Sequence[Consumer],
-    quality: Any,
+    evaluation: Evaluation | None,
 ) -> dict[str, Any]:
     """The result as plain JSON values."""
     return {
@@ -100,7 +110,8 @@ def result_record(
         "peak_rss_bytes": result.peak_rss_bytes,
         "num_resumed_blocks": result.num_resumed_blocks,
         "verification": strict(result.verification),
-        "quality": strict(quality),
+        "quality": strict(None if evaluation is None else evaluation.quality),
+        "quality_protocol": None if evaluation is None else evaluation.protocol,
         "consumers": [reader.to_json() for reader in readers],
     }
 
@@ -117,26 +128,24 @@ def coverage_line(coverage: Mapping[str, int]) -> str:
     return ", ".join(parts)
 
 
-def quality_lines(quality: Any) -> list[str]:
-    """Perplexity and divergence, with the protocol that gives them meaning."""
+def quality_line(quality: "Quality") -> str:
+    """Perplexity before and after, and how far the distributions are apart."""
     change = quality.perplexity / quality.base_perplexity - 1
-    return [
-        f"quality   perplexity {number(quality.base_perplexity, 4)} → "
-        f"{number(quality.perplexity, 4)} ({change:+.1%}), KL divergence "
-        f"{number(quality.kl_mean)} ± {number(quality.kl_sem, 2)} nats a token, same first token "
-        f"in {percent(quality.top1_agreement)}",
-        f"          {quality.num_tokens:,} tokens; {quality.protocol}",
-    ]
+    spread = "" if quality.kl_sem is None else f" ± {number(quality.kl_sem, 2)}"
+    return (
+        f"perplexity {number(quality.base_perplexity, 4)} → {number(quality.perplexity, 4)} "
+        f"({change:+.1%}), KL divergence {number(quality.kl_mean)}{spread} nats a token, the same "
+        f"likeliest token at {percent(quality.top1_agreement)} of {quality.num_tokens:,} positions"
+    )
 
 
-def next_commands(model: str, output: Any, *, has_quality: bool) -> list[str]:
+def next_commands(model: str, output: Path) -> list[str]:
     """Commands that a reader of the result will want."""
-    commands = [
+    return [
         f'llmbench generate {output} --prompt "Why is the sky blue?"',
         f"llmbench serve-bench {output} --max-concurrency 1,16",
         f"llmbench serve-bench {model} --max-concurrency 1,16",
     ]
-    return commands
 
 
 def duration(seconds: float) -> str:

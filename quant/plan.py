@@ -153,7 +153,7 @@ def plan_run(
     checks.refuse_fused_differences({layer.name: scheme for layer, scheme, _ in chosen})
     if config.format is None:
         file_format, format_reason = default_format(
-            config, [(layer.out_features, layer.in_features) for layer, _ in targets]
+            config.method, targets, desc_act=config.desc_act
         )
     else:
         file_format, format_reason = config.format, "as asked"

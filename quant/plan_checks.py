@@ -13,10 +13,8 @@ from typing import Any
 from llmbench.quant.checkpoint import Checkpoint
 from llmbench.quant.config import PER_CHANNEL, Format, Method, QuantConfig, Scheme
 from llmbench.quant.errors import ConfigError
-from llmbench.quant.formats.registry import FORMATS, ONE_SCHEME
+from llmbench.quant.formats.registry import FORMATS, Target, objection
 from llmbench.quant.linear_layers import LinearLayer, fused_with
-
-Target = tuple[LinearLayer, Scheme]
 
 USUAL_GROUP_SIZES = (128, 64, 32, 16, PER_CHANNEL)
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -144,7 +142,9 @@ def refuse_schemes(targets: Sequence[Target], config: QuantConfig) -> None:
             error.add_note(f"asked for {layer.name}; rtn and gptq do 2, 3, 4 and 8 bits")
             raise error
         if not scheme.sym and method in SYMMETRIC_METHODS:
-            raise ConfigError(f"{method} is symmetric: sym cannot be off ({layer.name})")
+            raise ConfigError(
+                f"{method} has no zero points, and asymmetric weights are asked for ({layer.name})"
+            )
     misfits = [
         (layer, scheme)
         for layer, scheme in targets
@@ -192,11 +192,11 @@ def refuse_fused_differences(schemes: Mapping[str, Scheme | None]) -> None:
 
 def refuse_format(file_format: Format, targets: Sequence[Target], config: QuantConfig) -> None:
     """Refuse a format that cannot hold every layer; name those that can."""
-    reason = _format_refusal(file_format, targets, config)
+    reason = objection(file_format, targets, desc_act=config.desc_act)
     if reason is None:
         return
     error = ConfigError(reason)
-    others = [name for name in FORMATS if _format_refusal(name, targets, config) is None]
+    others = [name for name in FORMATS if not objection(name, targets, desc_act=config.desc_act)]
     if others:
         error.add_note(f"formats that hold every layer: {', '.join(others)}")
     else:
@@ -204,24 +204,6 @@ def refuse_format(file_format: Format, targets: Sequence[Target], config: QuantC
             "no format holds these layers: change their bits or group size, or skip them"
         )
     raise error
-
-
-def _format_refusal(name: Format, targets: Sequence[Target], config: QuantConfig) -> str | None:
-    for layer, scheme in targets:
-        reason = FORMATS[name].refusal(
-            scheme, layer.out_features, layer.in_features, desc_act=config.desc_act
-        )
-        if reason is not None:
-            return f"{reason} ({layer.name})"
-    if name in ONE_SCHEME:
-        first, scheme = targets[0]
-        for layer, other in targets:
-            if other != scheme:
-                return (
-                    f"a file in the format {name} has one scheme for all layers: {first.name} is "
-                    f"{_spelled(scheme)} and {layer.name} is {_spelled(other)}"
-                )
-    return None
 
 
 def _divides_all(size: int, targets: Sequence[Target]) -> bool:

@@ -1,6 +1,8 @@
 """Fixtures that every test may use, and the fence that keeps tests off the network."""
 
 import importlib.util
+import json
+import math
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +69,71 @@ def byte_tokenizer() -> Callable[..., Any]:
         )
 
     return build
+
+
+@pytest.fixture
+def zero_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Save a checkpoint of zeros for what looks at headers alone: needs no torch.
+
+    Tensors follow from a Llama-like config, and `tensors` (name to shape) adds to them or, as
+    None, takes away.
+    """
+
+    def save(
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Sequence[int] | None] | None = None,
+        *,
+        dtype: str = "BF16",
+    ) -> Path:
+        shapes = {**_llama_shapes(config), **(tensors or {})}
+        header, data_end = {}, 0
+        for name, shape in shapes.items():
+            if shape is None:
+                continue
+            num_bytes = math.prod(shape) * {"BF16": 2, "F32": 4, "I8": 1}[dtype]
+            header[name] = {
+                "dtype": dtype,
+                "shape": list(shape),
+                "data_offsets": [data_end, data_end + num_bytes],
+            }
+            data_end += num_bytes
+        raw = json.dumps(header).encode()
+        folder = tmp_path / f"zeros-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").write_bytes(
+            len(raw).to_bytes(8, "little") + raw + bytes(data_end)
+        )
+        return folder
+
+    return save
+
+
+def _llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    rows = head_dim * config["num_attention_heads"]
+    kv_rows = head_dim * config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for index in range(config["num_hidden_layers"]):
+        block = {
+            "self_attn.q_proj": (rows, hidden),
+            "self_attn.k_proj": (kv_rows, hidden),
+            "self_attn.v_proj": (kv_rows, hidden),
+            "self_attn.o_proj": (hidden, rows),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in block.items()}
+    if not config.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
 
 
 @pytest.fixture(scope="session")

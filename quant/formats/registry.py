@@ -8,13 +8,16 @@ too, and the reason says so.
 
 from collections.abc import Sequence
 
-from llmbench.quant.config import Format, Method, QuantConfig, Scheme
+from llmbench.quant.config import Format, Method, Scheme
 from llmbench.quant.formats.awq import AWQ
 from llmbench.quant.formats.bnb import Bitsandbytes
 from llmbench.quant.formats.compressed_tensors import CompressedTensors
 from llmbench.quant.formats.format import WeightFormat
 from llmbench.quant.formats.gptq import GPTQ
 from llmbench.quant.formats.qqq import QQQ
+from llmbench.quant.linear_layers import LinearLayer
+
+Target = tuple[LinearLayer, Scheme]
 
 FORMATS: dict[Format, WeightFormat] = {
     "gptq": GPTQ(1),
@@ -38,47 +41,45 @@ PREFERRED: dict[Method, tuple[Format, ...]] = {
 }
 
 REASONS: dict[Format, str] = {
-    "gptq": "symmetric GPTQ files load in vLLM, SGLang, transformers and GPTQModel",
+    "gptq": "the file that most programs read",
     "gptq_v2": "GPTQModel reads it",
-    "awq": "AWQ files load in vLLM, SGLang, transformers and GPTQModel",
+    "awq": "the file that most programs read",
     "qqq": "the method's own file, read by QQQ and GPTQModel",
-    "compressed-tensors": "compressed-tensors files load in vLLM, SGLang and transformers",
+    "compressed-tensors": "compressed-tensors holds every layer",
     "bitsandbytes": "transformers reads LLM.int8 weights in this file",
 }
 
 
-def default_format(config: QuantConfig, shapes: Sequence[tuple[int, int]]) -> tuple[Format, str]:
-    """The format for a run over layers of these (out, in) features, and why this one.
+def default_format(
+    method: Method, targets: Sequence[Target], *, desc_act: bool = False
+) -> tuple[Format, str]:
+    """The format for a run that quantizes these layers, and why this one.
 
-    The last of the method's formats is given where none fits; what stands against it is then
-    for the caller to find (`WeightFormat.refusal`).
+    The method's first format is given where none fits; what stands against it is then for the
+    caller to find (`objection`).
     """
+    choices = PREFERRED[method]
     passed_over = ""
-    choices = PREFERRED[config.method]
     for name in choices:
-        reason = _objection(name, config, shapes)
+        reason = objection(name, targets, desc_act=desc_act)
         if reason is None:
             return name, f"{passed_over}{REASONS[name]}"
         passed_over = passed_over or f"{reason}; "
-    return choices[-1], passed_over.removesuffix("; ")
+    return choices[0], passed_over.removesuffix("; ")
 
 
-def _objection(name: Format, config: QuantConfig, shapes: Sequence[tuple[int, int]]) -> str | None:
-    schemes = _schemes(config)
-    if len(schemes) > 1 and name in ONE_SCHEME:
-        return f"{name} files have one scheme for all layers"
-    for scheme in schemes:
-        for out_features, in_features in shapes:
-            reason = FORMATS[name].refusal(
-                scheme, out_features, in_features, desc_act=config.desc_act
-            )
-            # Another scheme's group size need not divide the layers that it is not for.
-            if reason is not None and (scheme == config.scheme or "group_size" not in reason):
-                return reason
+def objection(name: Format, targets: Sequence[Target], *, desc_act: bool = False) -> str | None:
+    """Why a file of this format cannot hold all these layers; None if it can."""
+    for layer, scheme in targets:
+        reason = FORMATS[name].refusal(
+            scheme, layer.out_features, layer.in_features, desc_act=desc_act
+        )
+        if reason is not None:
+            return f"{reason} ({layer.name})"
+    if name in ONE_SCHEME and len({scheme for _, scheme in targets}) > 1:
+        first, scheme = targets[0]
+        other = next(layer for layer, its_own in targets if its_own != scheme)
+        return (
+            f"{name} files have one scheme for all layers, and {first.name} and {other.name} differ"
+        )
     return None
-
-
-def _schemes(config: QuantConfig) -> list[Scheme]:
-    """The run's scheme and those of its overrides."""
-    own = [item.apply(config.scheme) for item in config.overrides if not item.skip]
-    return list(dict.fromkeys([config.scheme, *own]))
