@@ -39,6 +39,8 @@ class QuantizedModule(torch.nn.Module):
         self.in_features = int(getattr(module, "in_features", None) or module.nx)
         self.out_features = int(getattr(module, "out_features", None) or module.nf)
         self.bias = module.bias
+        # Modelling code asks weights for their type, and GPT-2's draws some anew: of no elements.
+        self.weight = torch.empty(0, dtype=module.weight.dtype, device="meta")
         self.linear: Linear | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,6 +131,7 @@ def _fill_modules(model: Any) -> None:
         weight = stored.get(f"{module.source}.weight")
         assert isinstance(weight, QuantizedWeight)
         bias = None if module.bias is None else module.bias.detach().to(device)
+        module.weight = torch.empty(0, dtype=module.weight.dtype, device=device)
         module.linear = ops.make_quantized_linear(weight.to(device), bias)
 
 
