@@ -37,7 +37,7 @@ class QuantizedWeight:
         zeros: [N, G] uint8; None where every zero is 2 ** (bits - 1).
         g_idx: [C] int32, the group of each input channel; None where groups are in order.
         channel_scales: [N] float32, QQQ's second level: the weight is then
-            round(float16(code - 8) * scale) * channel_scale.
+            round((code - 8) * scale) * channel_scale.
         activations: `int8`: each token's input is rounded to 8 bits before the product.
         outlier_threshold: LLM.int8 (Dettmers et al. 2022, section 3.2): input values of at
             least this size are multiplied in full precision.
@@ -126,9 +126,10 @@ class QuantizedWeight:
             FormatError: the weight has a scale a group and no second level.
         """
         if self.channel_scales is not None:
-            # In half precision, as QQQ's kernel does it.
-            scales = self.scales.half()[:, self.group_of_channel()]
-            wide = (self.centered().half() * scales).round()
+            # Rounded once: QQQ's kernel adds the exact product to a number whose last place is 1
+            # (dequant_per_group), and float32 holds the product of a code and a float16 scale.
+            scales = self.scales.float()[:, self.group_of_channel()]
+            wide = (self.centered().float() * scales).round()
             return wide.clamp(-INT8_MAX - 1, INT8_MAX).to(torch.int8)
         if self.num_groups != 1:
             raise FormatError("a weight with a scale a group has no single 8-bit integer form")

@@ -224,7 +224,8 @@ def _qqq(read: Read, scheme: Mapping[str, Any], config: Mapping[str, Any]) -> Ar
     s_group = np.empty_like(stored_groups)
     s_group.reshape(-1, 64)[:, columns] = stored_groups.reshape(-1, 64)
     groups = _groups(c, len(s_group))
-    wide = np.rint((codes - 8).astype(np.float16) * s_group.T[:, groups])
+    wide = np.rint((codes - 8).astype(np.float32) * s_group.astype(np.float32).T[:, groups])
+    wide = wide.clip(-128, 127)  # as the kernel does
     weight: Array = wide.astype(np.float32) * s_channel[:, None]
     return weight
 

@@ -571,3 +571,86 @@ def logits_in_pieces() -> Callable[..., Any]:
         return torch.cat(logits).float()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def random_weight() -> Callable[..., Any]:
+    """Make quantized weights of a scheme with random codes, scales and zero-points."""
+
+    def make(
+        scheme: Any, out_features: int, in_features: int, *, seed: int = 0, dtype: str = "float16"
+    ) -> Any:
+        import torch
+
+        from llmbench.quant.quantized_weight import QuantizedWeight
+
+        generator = torch.Generator().manual_seed(seed)
+        shape = (out_features, scheme.num_groups(in_features))
+
+        def integers(low: int, size: tuple[int, int]) -> Any:
+            values = torch.randint(low, 1 << scheme.bits, size, generator=generator)
+            return values.to(torch.uint8)
+
+        # Powers of two times a few bits: every type of scales holds them.
+        mantissa = torch.randint(64, 128, shape, generator=generator)
+        return QuantizedWeight(
+            bits=scheme.bits,
+            group_size=scheme.group_size,
+            codes=integers(0, (out_features, in_features)),
+            scales=(mantissa * 2.0**-12).to(getattr(torch, dtype)),
+            zeros=None if scheme.sym else integers(1, shape),
+            activations=scheme.activations,
+        )
+
+    return make
+
+
+@pytest.fixture
+def quantized_file(tmp_path: Path) -> Callable[..., Path]:
+    """Save quantized weights by module name in a format, as a folder with its config.json.
+
+    `plain` are ordinary tensors; a layer of which only a `.weight` is there counts as skipped.
+    `settings` changes the `quantization_config`, where None takes a key away; `tensors` changes
+    the format's own tensors likewise.
+    """
+
+    def save(
+        file_format: Any,
+        weights: Mapping[str, Any],
+        *,
+        plain: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        desc_act: bool = False,
+    ) -> Path:
+        from safetensors.torch import save_file
+
+        from llmbench.quant.formats.registry import FORMATS
+
+        registered: dict[Any, Any] = dict(FORMATS)
+        chosen: Any = registered.get(file_format, file_format)
+        plain = plain or {}
+        schemes: dict[str, Any] = {name: weight.scheme for name, weight in weights.items()}
+        for name in plain:
+            if name.endswith("proj.weight"):
+                schemes[name.removesuffix(".weight")] = None
+        schemes.setdefault("lm_head", None)
+        found: dict[str, Any] = dict(plain)
+        for name, weight in weights.items():
+            found |= chosen.tensors(name, weight)
+        described: dict[str, Any] = {
+            **chosen.quantization_config(schemes, None, desc_act=desc_act),
+            **(settings or {}),
+        }
+        found |= tensors or {}
+        folder = tmp_path / f"quantized-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        kept = {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+        save_file(kept, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        described = {key: value for key, value in described.items() if value is not None}
+        content = {"model_type": "llama", **(config or {}), "quantization_config": described}
+        (folder / "config.json").write_text(json.dumps(content))
+        return folder
+
+    return save

@@ -108,9 +108,8 @@ class QQQ:
                 f"{name}.B": _pack(weight.codes ^ MIDDLE, is_grouped=False),
                 f"{name}.s_channel": channel[None, _columns(channel, _single_order())],
             }
-        steps = (
-            weight.centered().half() * weight.scales.half()[:, weight.group_of_channel()]
-        ).round()
+        steps = weight.centered().float() * weight.scales.float()[:, weight.group_of_channel()]
+        steps = steps.round()
         if float(steps.abs().max()) > 127:
             raise FormatError(
                 f"{name} has a code times group scale of {float(steps.abs().max()):g}, which is "
