@@ -10,7 +10,7 @@ from llmbench.bench.strict_json import strict
 from llmbench.cli.output import Output
 from llmbench.quant.consumers import Consumer
 from llmbench.quant.plan import QuantPlan
-from llmbench.reports.format import number, percent, size
+from llmbench.reports.format import counted, number, percent, size
 
 if TYPE_CHECKING:
     from llmbench.bench.accuracy.divergence import Quality
@@ -76,6 +76,11 @@ def print_result(
     streams.result(f"size      {size_line(result.bytes_before, result.bytes_after)}")
     streams.result(f"time      {phase_line(result.seconds)}")
     streams.result(f"memory    {size(result.peak_rss_bytes)} at most")
+    proof = result.verification
+    streams.result(
+        f"checked   {counted(proof.num_layers, 'layer')} and {counted(proof.num_tensors, 'tensor')} "
+        "read back from the files are what was computed"
+    )
     if result.num_resumed_blocks:
         streams.result(f"resumed   {result.num_resumed_blocks} blocks were there from before")
     if evaluation is not None:
@@ -118,13 +123,14 @@ def result_record(
 
 def coverage_line(coverage: Mapping[str, int]) -> str:
     """What became of every calibration token."""
-    parts = [f"{coverage['num_tokens']:,} of {coverage['num_samples']:,} samples were used"]
+    parts = [f"{coverage['num_tokens']:,} of {counted(coverage['num_samples'], 'sample')}"]
     if cut := coverage.get("num_truncated_tokens"):
-        parts.append(f"{cut:,} cut off {coverage['num_truncated_samples']:,} long samples")
+        long = counted(coverage["num_truncated_samples"], "long sample")
+        parts.append(f"{cut:,} more cut off {long}")
     if unused := coverage.get("num_unused_tokens"):
         parts.append(f"{unused:,} of the text not asked for")
     if empty := coverage.get("num_dropped_samples"):
-        parts.append(f"{empty:,} samples were empty")
+        parts.append(f"{counted(empty, 'sample')} empty")
     return ", ".join(parts)
 
 

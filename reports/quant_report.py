@@ -113,11 +113,10 @@ def layer_table(layers: "Mapping[str, LayerReport]", *, limit: int = WORST) -> T
     ]
     if any(report.damp is not None for _, report in shown):
         columns.append(number_column("damping", [report.damp for _, report in shown], PERCENT))
-    if any(report.num_tokens for _, report in shown):
+    if _saw_tokens(layers):
         columns.append(number_column("tokens", [report.num_tokens for _, report in shown]))
-    notes = [
-        f"error: of the layer's output, its square against the output's own; {_spread(layers)}"
-    ]
+    of = "output over the calibration tokens" if _saw_tokens(layers) else "weights"
+    notes = [f"error: squared, of a layer's {of} against their own square; {_spread(layers)}"]
     if len(ordered) > limit:
         notes.append(f"the worst {limit} of {counted(len(ordered), 'layer')}")
     notes += [f"{name}: {report.fallback}" for name, report in ordered if report.fallback]
@@ -142,6 +141,10 @@ def size_line(bytes_before: int, bytes_after: int) -> str:
     """Both sizes and their ratio: `257 MiB → 113 MiB (44 %)`."""
     share = percent(bytes_after / bytes_before, 2) if bytes_before else NULL
     return f"{size(bytes_before)} → {size(bytes_after)} ({share})"
+
+
+def _saw_tokens(layers: "Mapping[str, LayerReport]") -> bool:
+    return any(report.num_tokens for report in layers.values())
 
 
 def _spread(layers: "Mapping[str, LayerReport]") -> str:

@@ -26,6 +26,7 @@ STUDY_COMMANDS = tuple(f"study {name}" for name in STUDIES)
 COMMANDS = (
     "",
     "generate",
+    "quantize",
     "serve-bench",
     "models",
     "models pull",
@@ -39,6 +40,7 @@ WITH_EXAMPLES = (
     "models",
     "study",
     "generate",
+    "quantize",
     "serve-bench",
     "models pull",
     "models list",

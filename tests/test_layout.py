@@ -134,7 +134,12 @@ BROKEN_CHECKPOINTS = {
 @pytest.mark.parametrize("fault", BROKEN_CHECKPOINTS)
 @pytest.mark.parametrize(
     "command",
-    [["generate", "--prompt", "hi"], ["serve-bench"], ["study", "kv-cache"]],
+    [
+        ["generate", "--prompt", "hi"],
+        ["quantize", "--output", "out"],
+        ["serve-bench"],
+        ["study", "kv-cache"],
+    ],
     ids=" ".join,
 )
 def test_broken_checkpoint_is_refused_without_heavy_imports(
