@@ -40,7 +40,7 @@ from llmbench.quant.head import HeadCalibration, head_block
 from llmbench.quant.layer_report import LayerReport, LayerResult
 from llmbench.quant.method import make_head_method, make_method
 from llmbench.quant.output_folder import OutputFolder
-from llmbench.quant.plan import QuantPlan
+from llmbench.quant.plan import QuantPlan, chosen_transform
 from llmbench.quant.verify import Verification, verify_checkpoint
 from llmbench.quant.workspace import OUTSIDE, Workspace
 
@@ -227,10 +227,6 @@ class _Run:
     def _tensor_source(self) -> tuple[TensorSource, dict[str, Any]]:
         """The checkpoint's tensors, rotated where the run asks for it, and config changes."""
         plain = CheckpointSource(self._checkpoint)
-        if self._config.method != "qqq":
-            return plain, {}
-        from llmbench.quant.qqq import chosen_transform
-
         if chosen_transform(self._config, self._text_config) != "rotate":
             return plain, {}
         from llmbench.quant.rotation import Rotation
