@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
-from llmbench.engine.kernels.reference import ACTIVATIONS, TorchOps
+from llmbench.engine.kernels.reference import ACTIVATIONS, ActivatedLinear, TorchOps
 from llmbench.engine.layers.attention.backend import AttentionBackend
 from llmbench.engine.layers.attention.torch_backend import TorchAttention
+from llmbench.engine.layers.linear import Linear
+from llmbench.engine.layers.torch_quantized_linear import fast_quantized_linear
 from llmbench.engine.models.architecture import Activation
+from llmbench.quant.quantized_weight import QuantizedWeight
 
 FEW_ROWS = 8
 """Up to here the number of calls weighs more than the arithmetic."""
@@ -25,9 +28,27 @@ class EagerOps(TorchOps):
 
     name = "eager"
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of the layers' inputs, on which faster quantized layers depend."""
+        self.dtype = dtype
         self._attention: AttentionBackend = TorchAttention()
         self._weights: dict[tuple[int, torch.dtype], Tensor | None] = {}
+
+    def make_quantized_linear(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        *,
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> Linear:
+        """A quantized layer on torch's integer kernels, where they can express the weight."""
+        linear = fast_quantized_linear(weight, bias, self.dtype)
+        if linear is None or activation is None:
+            return linear or super().make_quantized_linear(
+                weight, bias, activation=activation, gated=gated
+            )
+        return ActivatedLinear(self, linear, activation, gated=gated)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of the rows of x [T, H]; weight [H] is float32.

@@ -138,7 +138,7 @@ class Decoder:
     ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
         self.ropes = {name: (freqs.to(device), scale) for name, (freqs, scale) in ropes.items()}
-        self.ops = ops if ops is not None else EagerOps()
+        self.ops = ops if ops is not None else EagerOps(dtype)
         self.layers: list[DecoderLayer] = []
         self.embed_tokens = torch.empty(0)
         self.embed_positions: Tensor | None = None

@@ -126,7 +126,7 @@ def _replace_modules(model: Any) -> None:
 
 
 def _fill_modules(model: Any) -> None:
-    (stored, device), ops = _current(), EagerOps()
+    (stored, device), ops = _current(), EagerOps(model.dtype)
     for module in quantized_modules(model):
         weight = stored.get(f"{module.source}.weight")
         assert isinstance(weight, QuantizedWeight)
