@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from llmbench.quant.block import Block, LinearGroup, trace_groups
 from llmbench.quant.block_model import BlockModel
-from llmbench.quant.linear import quantize_activations
+from llmbench.quant.linear import round_activations
 from llmbench.quant.statistics import InputStatistics
 
 BATCH_TOKENS = 4096
@@ -168,6 +168,7 @@ class BlockCalibration:
     Attributes:
         groups: The block's linear layers by common input, in the order in which they run.
         int8_inputs: Layers whose input the saved model rounds to 8 bits: so do the batches here.
+        outlier_threshold: Input values of at least this size are not rounded (LLM.int8).
         timer: A context around the batches' own computation, for whoever counts seconds.
     """
 
@@ -186,6 +187,7 @@ class BlockCalibration:
         self._passes = passes
         self._pause_at: frozenset[str] = frozenset()
         self._observed: dict[str, InputStatistics] = {}
+        self.outlier_threshold: float | None = None
         self.timer: Callable[[], AbstractContextManager[object]] = nullcontext
         self._handles: list[Any] = []
 
@@ -254,8 +256,7 @@ class BlockCalibration:
                     self._observed[name].update(x)
                 return None
             if name in self.int8_inputs:
-                codes, scales = quantize_activations(x)
-                x = (codes.float() * scales).to(x.dtype)
+                x = round_activations(x, self.outlier_threshold)
             if name in self._pause_at:
                 one.group_input = x
                 one.pause()

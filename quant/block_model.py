@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llmbench.quant.block import Block
 from llmbench.quant.checkpoint import Checkpoint
 from llmbench.quant.errors import CheckpointError, QuantError
-from llmbench.quant.linear_layers import LinearLayer, find_linears
+from llmbench.quant.linear_layers import HEADS, find_linears
 
 
 class TensorSource(Protocol):
@@ -98,9 +98,15 @@ class BlockModel:
             empty = torch.empty_like(tensor, device="meta")
             setattr(owner, name, nn.Parameter(empty, requires_grad=False))
 
-    def layers_of(self, index: int) -> list[LinearLayer]:
-        """The linear layers of a block."""
-        return self._layers[self.block_names[index]]
+    def load_head(self) -> None:
+        """Fill the output head: its own tensor, or the embeddings where they are tied."""
+        head = self.causal_lm.get_output_embeddings()
+        name = next((name for name in HEADS if f"{name}.weight" in self._names), None)
+        if name is None:
+            head.weight = self.causal_lm.get_input_embeddings().weight
+        for kind, parameter in list(head.named_parameters(recurse=False)):
+            if name is not None:
+                self._set(head, kind, parameter, f"{name}.{kind}")
 
     def replace_block(self, index: int, module: nn.Module) -> None:
         """Let another module stand in a block's place when the decoder runs."""

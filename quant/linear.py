@@ -26,6 +26,19 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales
 
 
+def round_activations(x: Tensor, outlier_threshold: float | None = None) -> Tensor:
+    """What `quantized_linear` makes of its input [..., C], in x's type: rounded to 8 bits a token.
+
+    Values of at least `outlier_threshold` stay as they are, and have no part in the scales.
+    """
+    if outlier_threshold is None:
+        codes, scales = quantize_activations(x)
+        return (codes.float() * scales).to(x.dtype)
+    is_outlier = x.abs() >= outlier_threshold
+    codes, scales = quantize_activations(x.masked_fill(is_outlier, 0.0))
+    return torch.where(is_outlier, x, (codes.float() * scales).to(x.dtype))
+
+
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """[T, C] to [T, N] in x's type; all sums in float32 or exact integers."""
     x32 = x.float()

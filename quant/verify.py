@@ -12,15 +12,17 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmbench.quant.checkpoint import CONFIG, Checkpoint
 from llmbench.quant.errors import VerificationError
 from llmbench.quant.output_folder import MANIFEST
+
+if TYPE_CHECKING:
+    import torch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Read = Callable[[str], Array]
@@ -46,55 +48,84 @@ def verify_checkpoint(folder: Path) -> Verification:
         CheckpointError: the files are incomplete.
     """
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    reader = IndependentReader(folder)
     checkpoint = Checkpoint.open(folder)
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["quantization_config"]
     if missing := sorted(set(manifest["tensors"]) ^ set(checkpoint.names)):
         raise VerificationError(f"{folder}: {missing[0]} is not in both manifest and files")
-    read = _reader(folder)
     for name, digest in manifest["tensors"].items():
-        if _digest(read(name)) != digest:
+        if _digest(reader.read(name)) != digest:
             raise VerificationError(f"{folder}: {name} is not as it was when it was saved")
-    decode = _DECODERS[manifest["format"]]
     for layer, digest in manifest["dequantized"].items():
-        scheme = manifest["schemes"][layer]
-        try:
-            weight = decode(partial(_read_part, read, layer), scheme, config)
-        except KeyError as error:
-            raise VerificationError(f"{folder}: {layer} has no tensor {error}") from None
-        if _digest(weight) != digest:
+        if _digest(reader.weight(layer)) != digest:
             raise VerificationError(
                 f"{folder}: {layer} reads back as other numbers than were quantized "
-                f"({manifest['format']}, {scheme['bits']} bits)"
+                f"({manifest['format']}, {manifest['schemes'][layer]['bits']} bits)"
             )
     return Verification(
         num_layers=len(manifest["dequantized"]), num_tensors=len(manifest["tensors"])
     )
 
 
-def _read_part(read: Read, layer: str, part: str) -> Array:
-    return read(f"{layer}.{part}")
+class IndependentReader:
+    """A saved checkpoint through other code than wrote it.
 
+    Attributes:
+        format: Of the files, as in a `QuantConfig`.
+        layers: Module names of the quantized layers.
+        schemes: The manifest's scheme of each.
+    """
 
-def _reader(folder: Path) -> Read:
-    """Tensors by name; 16-bit floats as float16, or their bits where numpy has no such type."""
-    from safetensors import safe_open
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
 
-    where: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            where |= dict.fromkeys(file.keys(), path)
+        self.folder = folder
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        self.layers: list[str] = list(manifest["dequantized"])
+        self.schemes: dict[str, Any] = manifest["schemes"]
+        self._config: dict[str, Any] = config["quantization_config"]
+        self.format: str = manifest["format"]
+        self._decode = _DECODERS[self.format]
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(str(path), framework="pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
 
-    def read(name: str) -> Array:
+    @property
+    def names(self) -> list[str]:
+        """Names of all stored tensors."""
+        return list(self._files)
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """A stored tensor as the safetensors library gives it."""
+        from safetensors import safe_open
+
+        with safe_open(str(self._files[name]), framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def read(self, name: str) -> Array:
+        """A stored tensor; bfloat16, which numpy lacks, as a record of its bits."""
         import torch
 
-        with safe_open(str(where[name]), framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+        tensor = self.tensor(name)
         if tensor.dtype is torch.bfloat16:
             return _bfloat16(tensor.view(torch.uint16).numpy())
         array: Array = tensor.numpy()
         return array
 
-    return read
+    def weight(self, layer: str) -> Array:
+        """[N, C] float32, what a quantized layer's codes stand for.
+
+        Raises:
+            VerificationError: a tensor of the layer is absent, or contradicts the config.
+        """
+        try:
+            return self._decode(
+                lambda part: self.read(f"{layer}.{part}"), self.schemes[layer], self._config
+            )
+        except KeyError as error:
+            raise VerificationError(f"{self.folder}: {layer} has no tensor {error}") from None
 
 
 def _bfloat16(bits: Array) -> Array:
