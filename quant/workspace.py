@@ -45,8 +45,13 @@ class Workspace:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self.close()
             raise QuantError(f"another process is quantizing into {output}") from None
-        self._check(dict(fingerprint))
+        try:
+            self._check(dict(fingerprint))
+        except QuantError:
+            self.close()
+            raise
 
     def _check(self, fingerprint: dict[str, Any]) -> None:
         path = self.folder / FINGERPRINT

@@ -118,7 +118,7 @@ def _expected_logits(
     trust_remote_code: bool,
 ) -> Tensor:
     from transformers import AutoConfig
-    from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
     hf_config: Any = AutoConfig.from_pretrained(
         str(quantized), trust_remote_code=trust_remote_code, local_files_only=True
@@ -148,7 +148,9 @@ def _expected_logits(
     model.load_head()
     decoder: Any = model.decoder
     # The model's own head, with its scales and caps, behind the hidden states found above.
-    decoder.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+    decoder.forward = lambda *args, **kwargs: BaseModelOutputWithPastAndCrossAttentions(
+        last_hidden_state=hidden
+    )
     logits: Tensor = model.causal_lm(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     return logits.float()
 
