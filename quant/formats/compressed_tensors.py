@@ -17,7 +17,6 @@ Sources: compressed-tensors, src/compressed_tensors/compressors/pack_quantized a
 naive_quantized, quantization/quant_config.py, quant_args.py and utils/match.py.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -218,7 +217,8 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
     for key in ("kv_cache_scheme", "transform_config"):
         if settings.get(key):
             raise FormatError(f"compressed-tensors files with a {key} are not read")
-    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = settings.get("sparsity_config") or {}
+    sparsity = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if sparsity != "dense":
         raise FormatError(f"compressed-tensors files of sparse weights ({sparsity}) are not read")
 
@@ -258,7 +258,7 @@ def _group(name: str, group: Any) -> _Group:
         scheme=shared.scheme_from(
             bits=shared.integer(weights, "num_bits"),
             group_size=shared.integer(weights, "group_size") if strategy == "group" else -1,
-            sym=bool(weights.get("symmetric", True)),
+            sym=shared.flag(weights, "symmetric", True),
             activations=_activations(where, group.get("input_activations")),
         ),
         is_per_tensor=strategy == "tensor",
@@ -269,6 +269,8 @@ def _activations(where: str, settings: Any) -> str:
     """`int8` for dynamic int8 a token, `none` without activation quantization."""
     if not settings:
         return "none"
+    if not isinstance(settings, Mapping):
+        raise FormatError(f"{where} has input_activations {settings!r}, expected an object")
     found = {key: settings.get(key, TOKEN_INT8[key]) for key in TOKEN_INT8}
     if found != TOKEN_INT8:
         kind = ", ".join(f"{key} {value}" for key, value in found.items())
@@ -282,7 +284,7 @@ def _group_of(module: str, groups: Sequence[_Group]) -> _Group:
     """The group of a layer: by exact name, then regular expression, then class."""
 
     def by_pattern(target: str) -> bool:
-        return target.startswith("re:") and re.match(target.removeprefix("re:"), module) is not None
+        return target.startswith("re:") and shared.is_match(target.removeprefix("re:"), module)
 
     for matches in (module.__eq__, by_pattern, LINEAR_CLASSES.__contains__):
         for group in groups:

@@ -242,6 +242,34 @@ def integer(settings: Mapping[str, Any], *keys: str) -> int:
     raise FormatError(f"quantization_config lacks {' or '.join(keys)}")
 
 
+def flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A setting that is true or false, `default` where it is absent.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    value = settings.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise FormatError(f"quantization_config has {key} {value!r}, expected true or false")
+    return value
+
+
+def is_match(pattern: str, name: str) -> bool:
+    """Whether a file's regular expression matches a module's name from its start.
+
+    Raises:
+        FormatError: it is no regular expression.
+    """
+    try:
+        return re.match(pattern, name) is not None
+    except re.error as error:
+        raise FormatError(
+            f"quantization_config has {pattern!r}, no regular expression: {error}"
+        ) from None
+
+
 def scheme_from(**values: Any) -> Scheme:
     """The scheme that a file claims.
 

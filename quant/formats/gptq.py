@@ -15,7 +15,6 @@ gptqmodel/nn_modules/qlinear/__init__.py (pack_block) and gptqmodel/quantization
 """
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -157,19 +156,22 @@ class GPTQ:
         modules = shared.modules_with(checkpoint, "qweight")
         shared.refuse_orphans(checkpoint, modules, "qweight", ("qzeros", "g_idx"))
         tag = _Tag(self.version)
-        sym = settings.get("sym")
-        if sym is None and modules:
+        sym = shared.flag(settings, "sym", True)
+        if settings.get("sym") is None and modules:
             sym = _is_symmetric(checkpoint, modules[0], shared.integer(settings, "bits"))
             logger.warning("quantization_config lacks sym: taken as %s from %s", sym, modules[0])
-        common = {
-            "bits": shared.integer(settings, "bits"),
-            "group_size": shared.integer(settings, "group_size"),
-            "sym": bool(sym),
-        }
+        common = {key: shared.integer(settings, key) for key in ("bits", "group_size")}
+        dynamic = settings.get("dynamic") or {}
+        if not isinstance(dynamic, Mapping):
+            raise FormatError(f"quantization_config has dynamic {dynamic!r}, expected an object")
         layers = {}
         for module in modules:
-            own = _override(settings.get("dynamic") or {}, module)
-            scheme = shared.scheme_from(**{key: own.get(key, common[key]) for key in common})
+            own = _override(dynamic, module)
+            scheme = shared.scheme_from(
+                bits=shared.integer({**common, **own}, "bits"),
+                group_size=shared.integer({**common, **own}, "group_size"),
+                sym=shared.flag(own, "sym", sym),
+            )
             layers[module] = _layer(checkpoint, module, scheme, tag)
         return layers
 
@@ -306,7 +308,7 @@ def _override(dynamic: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     """The settings of the first pattern that matches, as GPTQModel looks them up."""
     for pattern, own in dynamic.items():
         is_skip = pattern.startswith("-:")
-        if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
+        if shared.is_match(pattern.removeprefix("-:").removeprefix("+:"), module):
             return {} if is_skip or not isinstance(own, Mapping) else own
     return {}
 

@@ -71,7 +71,9 @@ class QuantizedCheckpoint:
                 f"{checkpoint.folder} is {file_format} by its quantization_config, but none of "
                 "its tensors is a layer of that format"
             )
-        return cls(checkpoint, file_format, stored)
+        found = cls(checkpoint, file_format, stored)
+        found._refuse_loose_codes()
+        return found
 
     def shape(self, name: str) -> tuple[int, int]:
         """(out, in) features of a quantized layer."""
@@ -92,6 +94,17 @@ class QuantizedCheckpoint:
     def parameters(self, name: str) -> "QuantizedWeight":
         """Read a layer's scales, zeros and order of groups; the codes have no values (meta)."""
         return self._layer(name).read(False)
+
+    def _refuse_loose_codes(self) -> None:
+        """Refuse integers that a reader would take for weights: their scales are lost."""
+        for name in self.checkpoint.names:
+            is_weight = name.endswith(".weight") and name not in self.consumed
+            if is_weight and self.checkpoint.dtype(name) == "int8":
+                error = CheckpointError(
+                    f"{name} is int8 and has no scales in {self.format}'s terms"
+                )
+                error.add_note("a part of the checkpoint is missing: fetch it again")
+                raise error
 
     def _layer(self, name: str) -> StoredLayer:
         try:
