@@ -97,11 +97,14 @@ def gptq_quantize(
     W, H = W[:, columns], H[columns][:, columns]
     order = _by_activity(H) if act_order or desc_act else by_place
 
+    dead = _dead_columns(H, scheme)
+    live = W.masked_fill(dead, 0.0)
+
     factor = inverse_factor(H[order][:, order], damp_percent)
-    importance = torch.empty_like(H.diagonal())
-    importance[order] = factor.U.diagonal().square().reciprocal()
-    groups = grouped(_without_dead_columns(W, H, scheme), scheme.group_size)
+    groups = grouped(live, scheme.group_size)
     if scale_search:
+        importance = torch.empty_like(H.diagonal())
+        importance[order] = factor.U.diagonal().square().reciprocal()
         params = search_params(
             groups,
             scheme,
@@ -111,24 +114,22 @@ def gptq_quantize(
         )
     else:
         params = affine_params(groups, scheme, dtype=scale_dtype, code_range=code_range)
-    codes = _walk(W, order, factor, params)
+    codes = _walk(live, order, factor, params)
 
     damped = H + factor.added * torch.eye(len(H), device=H.device)
-    for _ in range(sweeps if not factor.is_diagonal else 0):
+    for _ in range(0 if factor.is_diagonal else sweeps):
         if scale_search:
-            params = refit_scales(W, damped, codes, params)
-        codes = descend(W, damped, codes, params)
+            params = refit_scales(live, damped, codes, params)
+        codes = descend(live, damped, codes, params)
 
-    restored = columns.argsort()
-    size = groups.shape[2]
+    group = by_place // groups.shape[2]
+    nearest = to_codes(W, params.scales[:, group], params.zeros[:, group], params)
+    codes = torch.where(dead, nearest, codes)
+    has_g_idx = desc_act and scheme.group_size != PER_CHANNEL
+    place = columns.argsort()
     return GPTQResult(
         weight=quantized_weight(
-            codes[:, restored],
-            scheme,
-            params,
-            g_idx=(restored // size).to(torch.int32)
-            if desc_act and scheme.group_size != PER_CHANNEL
-            else None,
+            codes[:, place], scheme, params, group[place].to(torch.int32) if has_g_idx else None
         ),
         errors=row_errors(W - dequantized(codes, params), H),
         energies=row_errors(W, H),
@@ -142,11 +143,10 @@ def _by_activity(H: Tensor) -> Tensor:
     return H.diagonal().argsort(descending=True, stable=True)
 
 
-def _without_dead_columns(W: Tensor, H: Tensor, scheme: Scheme) -> Tensor:
-    """W with zeros for columns without input, where their group has other columns."""
+def _dead_columns(H: Tensor, scheme: Scheme) -> Tensor:
+    """[C] bool, columns without input whose group has others that decide its range."""
     dead = grouped((H.diagonal() == 0)[None], scheme.group_size)  # [1, G, S]
-    ignored = dead & ~dead.all(dim=-1, keepdim=True)
-    return W.masked_fill(ignored.reshape(1, -1), 0.0)
+    return (dead & ~dead.all(dim=-1, keepdim=True)).reshape(-1)
 
 
 def _walk(W: Tensor, order: Tensor, factor: InverseFactor, params: AffineParams) -> Tensor:

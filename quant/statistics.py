@@ -51,6 +51,8 @@ class InputStatistics:
     def update(self, x: Tensor) -> None:
         """Add the tokens of x [..., C]."""
         x = x.reshape(-1, x.shape[-1])
+        if len(x) == 0:
+            return
         wide = x.float()
         if self._upper is not None:
             with _exact_products(x):
