@@ -35,6 +35,14 @@ WEIGHT_SUFFIXES = (
     ".ot",
 )
 NOT_COPIED = (CONFIG, "quantize_config.json", "quant_config.json", MANIFEST)
+FINGERPRINT_KEYS = (
+    "schema_version",
+    "base_digest",
+    "calibration_digest",
+    "config",
+    "format",
+    "versions",
+)
 PACKAGES = ("llmbench", "torch", "transformers", "tokenizers")
 
 
@@ -116,6 +124,15 @@ class OutputFolder:
             },
         )
         return num_bytes
+
+
+def read_fingerprint(folder: Path) -> dict[str, Any] | None:
+    """What a finished output was made from; None where `folder` is none."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    return {key: manifest.get(key) for key in FINGERPRINT_KEYS}
 
 
 def copy_other_files(source: Path, target: Path) -> None:

@@ -145,13 +145,16 @@ def _digest(array: Array) -> str:
 
 def _codes(lines: Array, bits: int, count: int) -> Array:
     """[L, W] int32 words to [L, count] codes: code i is bits i*b to i*b+b-1 of the line."""
-    flat = np.unpackbits(
-        np.ascontiguousarray(lines).astype("<i4").view(np.uint8), axis=1, bitorder="little"
-    )
-    planes = flat[:, : count * bits].reshape(len(lines), count, bits)
-    weights = (1 << np.arange(bits)).astype(np.uint8)
-    codes: Array = (planes * weights).sum(axis=2, dtype=np.int32)
-    return codes
+    flat = np.ascontiguousarray(lines).astype("<i4", copy=False).view(np.uint8)  # [L, 4 W]
+    if bits == 8:
+        codes = flat
+    elif bits == 4:
+        codes = np.stack([flat & 15, flat >> 4], axis=2).reshape(len(flat), -1)
+    else:
+        planes = np.unpackbits(flat, axis=1, bitorder="little")[:, : count * bits]
+        weights = (1 << np.arange(bits)).astype(np.uint8)
+        codes = (planes.reshape(len(flat), count, bits) * weights).sum(axis=2, dtype=np.uint8)
+    return codes[:, :count].astype(np.int32)
 
 
 def _in_pieces(lines: Array, bits: int, count: int) -> Array:

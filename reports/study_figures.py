@@ -126,6 +126,45 @@ def vs_transformers(
     return bar_figure(frame, caption, baseline="transformers"), frame
 
 
+def quantization_quality(
+    folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption
+) -> Drawn:
+    """What each scheme costs and buys, a panel a quantity."""
+    base, schemes = _split_base(rows)
+    panels = {
+        "perplexity": ("perplexity", 1.0),
+        "KL from the base (nats)": ("kl_mean", 1.0),
+        "weights (MB)": ("weight_bytes", 1e-6),
+    }
+    frame = bar_frame(
+        {"panel": panel, "label": row["scheme"], "value": row[key] * factor}
+        for panel, (key, factor) in panels.items()
+        for row in (base, *schemes)
+    )
+    return bar_figure(frame, caption, baseline="base"), frame
+
+
+def quantization_speed(
+    folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption
+) -> Drawn:
+    """Speed of each scheme over the base's, against the number of requests at once."""
+    sizes = {1: "one_stream"} | {size: f"batch_{size}" for size in settings["batch_sizes"]}
+    base, schemes = _split_base(rows)
+    frame = line_frame(
+        {"panel": panel, "series": name, "x": size, "y": row[f"{stem}_{key}"]} | interval
+        for panel, key in (("output (tok/s)", "tok_s"), ("times the base's speed", "ratio"))
+        for row in (base, *schemes)
+        for size, stem in sizes.items()
+        for name in ["base" if row is base else f"{row['scheme']} {row['kind']}"]
+        for interval in [
+            {end: row.get(f"{stem}_{end}est_ratio") for end in ("low", "high")}
+            if key == "ratio"
+            else {}
+        ]
+    )
+    return line_figure(frame, caption, x_label="requests at once", baseline="base"), frame
+
+
 def step_cost(folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption) -> Drawn:
     """Time of a step's parts against the size of the batch."""
     frame = line_frame(
@@ -182,12 +221,26 @@ FIGURES: dict[str, tuple[StudyFigure, ...]] = {
     "vs-transformers": (
         StudyFigure("vs-transformers", "The built-in engine and transformers", vs_transformers),
     ),
+    "quantization": (
+        StudyFigure(
+            "quantization-speed", "Speed of quantized models by batch size", quantization_speed
+        ),
+        StudyFigure(
+            "quantization-quality", "What quantization costs and saves", quantization_quality
+        ),
+    ),
     "step-cost": (StudyFigure("step-cost", "What a step costs besides the model", step_cost),),
     "load-generator": (
         StudyFigure("load-generator", "Punctuality of the load generator", load_generator),
     ),
 }
 """The pictures of each study, the most telling one first."""
+
+
+def _split_base(rows: list[Row]) -> tuple[Row, list[Row]]:
+    """The full-precision row of the quantization study, and the others."""
+    (base,) = (row for row in rows if row["scheme"] == "base")
+    return base, [row for row in rows if row is not base]
 
 
 def _cache_name(is_without: bool) -> str:

@@ -8,6 +8,7 @@ from llmbench.bench.studies import (
     load_generator,
     paged_vs_reserved,
     prefix_cache,
+    quantization,
     step_cost,
     vs_transformers,
 )
@@ -20,6 +21,7 @@ STUDIES: dict[str, Study[Any]] = {
         paged_vs_reserved.STUDY,
         batching.STUDY,
         prefix_cache.STUDY,
+        quantization.STUDY,
         vs_transformers.STUDY,
         step_cost.STUDY,
         load_generator.STUDY,
