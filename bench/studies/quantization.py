@@ -347,11 +347,8 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     (base,) = (row for row in rows if row["scheme"] == BASE)
     schemes = [row for row in rows if row["scheme"] != BASE]
     columns = (
-        "scheme",
-        "kind",
         "perplexity",
         "kl_mean",
-        "top1_agreement_share",
         "weight_bytes",
         "one_stream_tok_s",
         "one_stream_ratio",
@@ -359,7 +356,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         "batch_ratio",
     )
     table = [
-        {column: row[column.removesuffix("_share")] for column in columns}
+        {"scheme": f"{row['scheme']} {row['kind']}"} | {column: row[column] for column in columns}
         for row in (base, *schemes)
     ]
     best: dict[str, Row] = {}
