@@ -4,7 +4,6 @@ config.json gives the shape, the headers of the weight files give sizes; no tens
 torch imported, so a dry run answers in the time that the tokenizer takes.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.errors import CheckpointError
 from llmbench.engine.memory import MemoryPlan, plan_memory
+from llmbench.engine.models.quantized import CheckpointWeights
 from llmbench.quant.checkpoint import Checkpoint, read_config
-from llmbench.quant.safetensors_header import DTYPES
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,10 +24,11 @@ class ModelFacts:
     Attributes:
         max_model_len: Longest prompt and output together, tokens, as the engine will have it.
         digest: Of config and weights; None where there are no weights (`dummy`).
-        weight_bytes: In the type that the engine computes in.
+        weight_bytes: In the type that the engine computes in; quantized layers packed.
         tied_head_bytes: Of the head, where it is the embedding table: a CPU holds it a second
             time, packed for multiplication.
         dtype: That type.
+        quantization: File format and schemes of a quantized checkpoint; else None.
     """
 
     folder: Path
@@ -41,6 +41,7 @@ class ModelFacts:
     weight_bytes: int
     tied_head_bytes: int
     dtype: str
+    quantization: dict[str, Any] | None
 
     def memory_plan(self, config: EngineConfig, free_bytes: int, *, is_cpu: bool) -> MemoryPlan:
         """Size the KV pool as the engine will; OutOfMemoryError where the model cannot fit."""
@@ -71,9 +72,12 @@ def read_model_facts(folder: Path, config: EngineConfig) -> ModelFacts:
     intermediate = _intermediate_size(text, hidden)
     vocab = _number(text, folder, "vocab_size")
     dtype = _dtype(config, text, settings)
-    is_tied = settings.get("tie_word_embeddings", True)
-    if checkpoint is not None:
-        weight_bytes = sum(_bytes_in_memory(checkpoint, name, dtype) for name in checkpoint)
+    stored = None if checkpoint is None else CheckpointWeights.open(checkpoint)
+    is_tied = settings.get("tie_word_embeddings", True) and not (
+        stored is not None and stored.has_quantized_head
+    )
+    if stored is not None:
+        weight_bytes = stored.num_bytes(DTYPE_BYTES[dtype])
     else:
         attention = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads)
         num_parameters = num_layers * (attention + 3 * hidden * intermediate)
@@ -93,6 +97,7 @@ def read_model_facts(folder: Path, config: EngineConfig) -> ModelFacts:
             vocab * hidden * DTYPE_BYTES[dtype] if is_tied and dtype == "bfloat16" else 0
         ),
         dtype=dtype,
+        quantization=None if stored is None else stored.facts,
     )
 
 
@@ -118,12 +123,3 @@ def _dtype(config: EngineConfig, text: dict[str, Any], settings: dict[str, Any])
     own = text.get("dtype") or text.get("torch_dtype") or settings.get("dtype")
     own = own or settings.get("torch_dtype") or "float32"
     return "float32" if own == "float32" else "bfloat16"
-
-
-def _bytes_in_memory(checkpoint: Checkpoint, name: str, dtype: str) -> int:
-    """Return a tensor's bytes once loaded: floats are cast, packed integers are not."""
-    size = math.prod(checkpoint.shape(name))
-    own = checkpoint.dtype(name)
-    if own in DTYPE_BYTES:
-        return size * DTYPE_BYTES[dtype]
-    return size * next(width for known, width in DTYPES.values() if known == own)

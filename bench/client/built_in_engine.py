@@ -46,6 +46,7 @@ class BuiltInEngine:
             "dtype": str(core.loaded.dtype).removeprefix("torch."),
             "device": str(core.loaded.device),
             "kernel": core.loaded.model.kernel,
+            "quantization": core.loaded.quantization,
             "memory": dataclasses.asdict(core.memory_plan),
         }
 

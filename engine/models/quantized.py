@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmbench.quant.checkpoint import Checkpoint
 from llmbench.quant.config import PER_CHANNEL, Scheme
+from llmbench.quant.linear_layers import HEADS
 from llmbench.quant.safetensors_header import DTYPES
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ class CheckpointWeights:
     def quantized_layers(self) -> list[str]:
         """Module names of the quantized layers."""
         return list(self._layers.values())
+
+    @property
+    def has_quantized_head(self) -> bool:
+        """Whether the output head is one of them."""
+        return any(name.rpartition(".")[2] in HEADS for name in self._layers.values())
 
     def is_consumed(self, name: str) -> bool:
         """Whether a tensor of the file is part of a quantized layer."""
