@@ -6,6 +6,8 @@ permutation of columns or tiles, AWQ's and QQQ's are all this stream; a format s
 which dimension the lines run.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,38 +22,37 @@ def num_words(num_codes: int, bits: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack lines [..., n] of codes below 2 ** bits into int32 words [..., num_words(n, bits)]."""
     *lines, n = codes.shape
-    words = num_words(n, bits)
-    # Eight lanes of 4 bits are one word: the common widths need no bit-by-bit work.
-    if WORD_BITS % bits == 0:
-        lanes = WORD_BITS // bits
-        padded = _pad(codes, words * lanes).reshape(*lines, words, lanes).to(torch.int64)
-        shifts = torch.arange(lanes, device=codes.device) * bits
-        return _as_int32((padded << shifts).sum(dim=-1))
-    wide = codes.to(torch.int64)
-    planes = (wide[..., None] >> torch.arange(bits, device=codes.device)) & 1
-    stream = _pad(planes.reshape(*lines, n * bits), words * WORD_BITS)
-    stream = stream.reshape(*lines, words, WORD_BITS)
-    return _as_int32((stream << torch.arange(WORD_BITS, device=codes.device)).sum(dim=-1))
+    out = torch.zeros(*lines, num_words(n, bits), dtype=torch.int32, device=codes.device)
+    lanes, stride = _period(bits)
+    for lane in range(min(lanes, n)):
+        word, shift = divmod(lane * bits, WORD_BITS)
+        part = codes[..., lane::lanes].to(torch.int32)
+        count = part.shape[-1]
+        out[..., word::stride][..., :count] |= part << shift
+        if shift + bits > WORD_BITS:
+            out[..., word + 1 :: stride][..., :count] |= part >> (WORD_BITS - shift)
+    return out
 
 
 def unpack(words: Tensor, bits: int, num_codes: int) -> Tensor:
     """The codes [..., num_codes] uint8 of packed int32 lines [..., W]."""
-    *lines, count = words.shape
-    wide = words.to(torch.int64)
-    if WORD_BITS % bits == 0:
-        shifts = torch.arange(0, WORD_BITS, bits, device=words.device)
-        codes = (wide[..., None] >> shifts) & ((1 << bits) - 1)
-        return codes.reshape(*lines, count * (WORD_BITS // bits))[..., :num_codes].to(torch.uint8)
-    stream = (wide[..., None] >> torch.arange(WORD_BITS, device=words.device)) & 1
-    planes = stream.reshape(*lines, count * WORD_BITS)[..., : num_codes * bits]
-    planes = planes.reshape(*lines, num_codes, bits)
-    return (planes << torch.arange(bits, device=words.device)).sum(dim=-1).to(torch.uint8)
+    *lines, _ = words.shape
+    out = torch.empty(*lines, num_codes, dtype=torch.uint8, device=words.device)
+    lanes, stride = _period(bits)
+    for lane in range(min(lanes, num_codes)):
+        word, shift = divmod(lane * bits, WORD_BITS)
+        count = len(range(lane, num_codes, lanes))
+        # The shift of a negative word brings in ones from the left: the mask takes them off.
+        low_bits = min(bits, WORD_BITS - shift)
+        part = (words[..., word::stride][..., :count] >> shift) & ((1 << low_bits) - 1)
+        if low_bits < bits:
+            high = words[..., word + 1 :: stride][..., :count] << low_bits
+            part |= high & ((1 << bits) - 1)
+        out[..., lane::lanes] = part
+    return out
 
 
-def _pad(lines: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(lines, (0, length - lines.shape[-1]))
-
-
-def _as_int32(words: Tensor) -> Tensor:
-    """64-bit sums below 2 ** 32 as the int32 with the same bits."""
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+def _period(bits: int) -> tuple[int, int]:
+    """Codes after which the layout repeats, and the words that these take."""
+    shared = math.gcd(WORD_BITS, bits)
+    return WORD_BITS // shared, bits // shared
