@@ -21,12 +21,13 @@ Letters as in the paper. Shapes: `N` out features · `C` in features · `G` grou
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from llmbench.quant.affine import (
+    MIN_SCALE,
     AffineParams,
     Range,
     affine_params,
@@ -114,6 +115,10 @@ def gptq_quantize(
         )
     else:
         params = affine_params(groups, scheme, dtype=scale_dtype, code_range=code_range)
+    # A group of zeros stays zero: with so large a scale nothing that other columns pass on to it
+    # comes near a step.
+    is_empty = (groups == 0).all(dim=-1)  # [N, G]
+    params = _with_scales(params, is_empty, torch.finfo(scale_dtype).max)
     codes = _walk(live, order, factor, params)
 
     damped = H + factor.added * torch.eye(len(H), device=H.device)
@@ -125,6 +130,7 @@ def gptq_quantize(
     group = by_place // groups.shape[2]
     nearest = to_codes(W, params.scales[:, group], params.zeros[:, group], params)
     codes = torch.where(dead, nearest, codes)
+    params = _with_scales(params, is_empty, MIN_SCALE)
     has_g_idx = desc_act and scheme.group_size != PER_CHANNEL
     place = columns.argsort()
     return GPTQResult(
@@ -147,6 +153,10 @@ def _dead_columns(H: Tensor, scheme: Scheme) -> Tensor:
     """[C] bool, columns without input whose group has others that decide its range."""
     dead = grouped((H.diagonal() == 0)[None], scheme.group_size)  # [1, G, S]
     return (dead & ~dead.all(dim=-1, keepdim=True)).reshape(-1)
+
+
+def _with_scales(params: AffineParams, mask: Tensor, scale: float) -> AffineParams:
+    return replace(params, scales=params.scales.masked_fill(mask, scale))
 
 
 def _walk(W: Tensor, order: Tensor, factor: InverseFactor, params: AffineParams) -> Tensor:

@@ -297,18 +297,23 @@ def test_inputs_that_are_all_zero_are_quantized() -> None:
     torch.testing.assert_close(found.weight.dequantize(), nearest.dequantize())
 
 
+@pytest.mark.parametrize("desc_act", [True, False])
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_zero_groups_stay_exactly_zero(sym: bool, dtype: torch.dtype) -> None:
+def test_zero_groups_stay_exactly_zero(sym: bool, dtype: torch.dtype, desc_act: bool) -> None:
+    """Although other columns of the row pass their errors on to them."""
     W, H = random_layer(3, 32)
-    W[0, :16] = 0
+    zeros = H.diagonal().argsort(descending=True)[16:] if desc_act else torch.arange(16)
+    W[0, zeros] = 0
     W[2] = 0
     scheme = Scheme(bits=4, group_size=16, sym=sym)
-    weight = gptq_quantize(W, H, scheme, scale_dtype=dtype).weight
+    weight = gptq_quantize(W, H, scheme, scale_dtype=dtype, desc_act=desc_act).weight
     assert torch.isfinite(weight.scales).all()
     assert (weight.scales > 0).all()
     assert torch.isfinite(weight.dequantize()).all()
+    assert (weight.dequantize()[0, zeros] == 0.0).all()
     assert (weight.dequantize()[2] == 0.0).all()
+    assert weight.dequantize()[0].any()
 
 
 # A block
