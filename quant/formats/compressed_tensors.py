@@ -10,15 +10,11 @@ Four-bit weights with int8 activations are written packed, and each group of the
 readers that infer the container from the scheme take int-quantized, a byte a weight. W8A8 alone
 is written int-quantized, the container for which its kernels look.
 
-Layers differ through several `config_groups`, each with its targets: an exact module name wins
-over a regular expression (`re:`), and that over a class name such as `Linear`.
-
 Sources: compressed-tensors, src/compressed_tensors/compressors/pack_quantized and
-naive_quantized, quantization/quant_config.py, quant_args.py and utils/match.py.
+naive_quantized, compressors/format.py.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,34 +22,21 @@ from llmbench.quant.checkpoint import Checkpoint
 from llmbench.quant.config import PER_CHANNEL, Format, QuantConfig, Scheme
 from llmbench.quant.errors import FormatError
 from llmbench.quant.formats import format as shared
+from llmbench.quant.formats.config_groups import (
+    INT,
+    PACKED,
+    TOKEN_INT8,
+    ConfigGroup,
+    config_groups,
+    group_of,
+    refuse_unsupported,
+)
 from llmbench.quant.formats.format import Schemes, StoredLayer
 
 if TYPE_CHECKING:
     import torch
 
     from llmbench.quant.quantized_weight import QuantizedWeight
-
-PACKED, INT = "pack-quantized", "int-quantized"
-CONTAINERS = (PACKED, INT, "naive-quantized", "mixed-precision")
-LINEAR_CLASSES = ("Linear", "LinearBase", "Conv1D")
-STRATEGIES = ("tensor", "channel", "group")
-TOKEN_INT8 = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "token",
-    "dynamic": True,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A config group: the layers that it is for, and their scheme."""
-
-    name: str
-    targets: tuple[str, ...]
-    scheme: Scheme
-    is_per_tensor: bool
 
 
 class CompressedTensors:
@@ -150,8 +133,8 @@ class CompressedTensors:
         self, checkpoint: Checkpoint, settings: Mapping[str, Any]
     ) -> dict[str, StoredLayer]:
         """Layers with a `weight_packed`, or with an int8 `weight` and its `weight_scale`."""
-        _refuse_unsupported(settings)
-        groups = _groups(settings)
+        refuse_unsupported(settings)
+        groups = config_groups(settings)
         packed = shared.modules_with(checkpoint, "weight_packed")
         plain = [
             module
@@ -164,7 +147,7 @@ class CompressedTensors:
         is_packed = set(packed)
         layers = {}
         for module in modules:
-            group = _group_of(module, groups)
+            group = group_of(module, groups)
             build = _packed_layer if module in is_packed else _int_layer
             layers[module] = build(checkpoint, module, group)
         return layers
@@ -203,104 +186,13 @@ def _position(checkpoint: Checkpoint) -> Any:
     return lambda module: places.get(f"{module}.weight_scale", 0)
 
 
-def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
-    """Refuse by name what the config asks for and this reader does not do."""
-    container = settings.get("format")
-    if container not in CONTAINERS:
-        raise FormatError(
-            f"compressed-tensors files of the format {container!r} are not read, only {PACKED} "
-            f"and {INT} of integers"
-        )
-    status = settings.get("quantization_status", "compressed")
-    if status != "compressed":
-        raise FormatError(f"quantization_status is {status!r}, expected 'compressed'")
-    for key in ("kv_cache_scheme", "transform_config"):
-        if settings.get(key):
-            raise FormatError(f"compressed-tensors files with a {key} are not read")
-    sparsity = settings.get("sparsity_config") or {}
-    sparsity = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
-    if sparsity != "dense":
-        raise FormatError(f"compressed-tensors files of sparse weights ({sparsity}) are not read")
-
-
-def _groups(settings: Mapping[str, Any]) -> list[_Group]:
-    found = settings.get("config_groups")
-    if not isinstance(found, Mapping) or not found:
-        raise FormatError("quantization_config lacks config_groups")
-    return [_group(name, group) for name, group in found.items()]
-
-
-def _group(name: str, group: Any) -> _Group:
-    where = f"config_groups.{name}"
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise FormatError(f"{where} of quantization_config has no settings of weights")
-    if group.get("format") not in (None, *CONTAINERS):
-        raise FormatError(f"{where} has the format {group['format']!r}, which is not read")
-    if group.get("output_activations"):
-        raise FormatError(f"{where} quantizes outputs, which is not supported")
-    if str(weights.get("type", "int")).lower() != "int":
-        raise FormatError(f"{where} has weights of type {weights['type']!r}, only int is read")
-    size = weights.get("group_size")
-    strategy = weights.get("strategy")
-    if strategy is None:
-        strategy = "tensor" if size is None else "channel" if size == PER_CHANNEL else "group"
-    if strategy not in STRATEGIES:
-        raise FormatError(
-            f"{where} has the strategy {strategy!r}, only {', '.join(STRATEGIES)} are read"
-        )
-    targets = group.get("targets")
-    if not isinstance(targets, Sequence) or isinstance(targets, str):
-        raise FormatError(f"{where} has the targets {targets!r}, expected a list")
-    return _Group(
-        name=name,
-        targets=tuple(map(str, targets)),
-        scheme=shared.scheme_from(
-            bits=shared.integer(weights, "num_bits"),
-            group_size=shared.integer(weights, "group_size") if strategy == "group" else -1,
-            sym=shared.flag(weights, "symmetric", True),
-            activations=_activations(where, group.get("input_activations")),
-        ),
-        is_per_tensor=strategy == "tensor",
-    )
-
-
-def _activations(where: str, settings: Any) -> str:
-    """`int8` for dynamic int8 a token, `none` without activation quantization."""
-    if not settings:
-        return "none"
-    if not isinstance(settings, Mapping):
-        raise FormatError(f"{where} has input_activations {settings!r}, expected an object")
-    found = {key: settings.get(key, TOKEN_INT8[key]) for key in TOKEN_INT8}
-    if found != TOKEN_INT8:
-        kind = ", ".join(f"{key} {value}" for key, value in found.items())
-        error = FormatError(f"{where} has input activations of {kind}, which are not supported")
-        error.add_note("int8, symmetric, dynamic, one scale a token is supported")
-        raise error
-    return "int8"
-
-
-def _group_of(module: str, groups: Sequence[_Group]) -> _Group:
-    """The group of a layer: by exact name, then regular expression, then class."""
-
-    def by_pattern(target: str) -> bool:
-        return target.startswith("re:") and shared.is_match(target.removeprefix("re:"), module)
-
-    for matches in (module.__eq__, by_pattern, LINEAR_CLASSES.__contains__):
-        for group in groups:
-            if any(matches(target) for target in group.targets):
-                return group
-    names = ", ".join(group.name for group in groups)
-    raise FormatError(f"{module} is quantized, but no target of {names} matches it")
-
-
 def _scale_shapes(n: int, g: int, is_per_tensor: bool) -> list[tuple[int, ...]]:
     if is_per_tensor:
         return [(1,), (), (1, 1)]
     return [(n, 1), (n,)] if g == 1 else [(n, g)]
 
 
-def _packed_layer(checkpoint: Checkpoint, module: str, group: _Group) -> StoredLayer:
+def _packed_layer(checkpoint: Checkpoint, module: str, group: ConfigGroup) -> StoredLayer:
     scheme = group.scheme
     because = f"{group.name}: {scheme.bits} bits, group_size {scheme.group_size}"
     shared.require(checkpoint, f"{module}.weight_shape", ("int64",), (2,), because=because)
@@ -349,7 +241,7 @@ def _in_features(checkpoint: Checkpoint, module: str, scheme: Scheme) -> int:
     return columns
 
 
-def _int_layer(checkpoint: Checkpoint, module: str, group: _Group) -> StoredLayer:
+def _int_layer(checkpoint: Checkpoint, module: str, group: ConfigGroup) -> StoredLayer:
     scheme = group.scheme
     because = f"{group.name}: {scheme.bits} bits, group_size {scheme.group_size}"
     shape = checkpoint.shape(f"{module}.weight")
@@ -372,7 +264,7 @@ def _int_layer(checkpoint: Checkpoint, module: str, group: _Group) -> StoredLaye
 
 
 def _read(
-    checkpoint: Checkpoint, module: str, group: _Group, shape: tuple[int, int], codes: bool
+    checkpoint: Checkpoint, module: str, group: ConfigGroup, shape: tuple[int, int], codes: bool
 ) -> "QuantizedWeight":
     from llmbench.quant.quantized_weight import QuantizedWeight
 
