@@ -31,6 +31,7 @@ from llmbench.cli.quantize_checks import (
 )
 from llmbench.cli.quantize_options import QUANT
 from llmbench.cli.quantize_output import Evaluation, duration, print_plan, print_result
+from llmbench.cli.quantize_peer import check_peer, print_peer_result, run_with_peer
 from llmbench.engine.models.source import open_checkpoint, resolve_folder
 from llmbench.quant.config import QuantConfig
 from llmbench.quant.consumers import consumers
@@ -126,14 +127,18 @@ def quantize_command(
         output = check_output(output, folder)
         check_calibration(calibration, config)
         check_text(evaluate, "--evaluate")
+    if backend != "llmbench":
+        _with_peer(folder, output, config, ctx, streams)
+        return
     plan = _plan(folder, config, output)
     readers = consumers(plan.format, plan.targets, desc_act=config.desc_act)
     if dry_run:
         print_plan(plan, readers, streams)
         return
     assert output is not None, "check_output has seen to it"
+    _set_threads(num_threads)
     streams.note(f"{counted(len(plan.quantized), 'layer')} to {plan.format} ({plan.format_reason})")
-    result = _run(folder, output, plan, calibration, ctx, streams)
+    result = _run(folder, output, plan, calibration, trust_remote_code, streams)
     evaluation = None if evaluate is None else _evaluate(folder, output, evaluate, streams)
     print_result(model, result, plan, readers, evaluation, streams)
 
@@ -145,30 +150,53 @@ def _plan(folder: Path, config: QuantConfig, output: Path | None) -> QuantPlan:
         raise with_flags(refusal) from refusal
 
 
+def _with_peer(
+    folder: Path, output: Path | None, config: QuantConfig, ctx: typer.Context, streams: Output
+) -> None:
+    """The run of another project's tool; a dry run says only whether it could start."""
+    values = ctx.params
+    backend: str = values["backend"]
+    interpreter = check_peer(folder, backend, config, values["backend_python"])
+    if values["dry_run"]:
+        streams.result(f"{backend} under {interpreter} takes these settings")
+        streams.document({"backend": backend, "python": str(interpreter)})
+        return
+    assert output is not None, "check_output has seen to it"
+    _set_threads(values["num_threads"])
+    texts = _calibration(folder, config, values["calibration"], values["trust_remote_code"])
+    result, written = run_with_peer(folder, output, backend, config, texts, interpreter, streams)
+    text: Path | None = values["evaluate"]
+    evaluation = None if text is None else _evaluate(folder, output, text, streams)
+    print_peer_result(
+        values["model"], output, backend, config, result, written, evaluation, streams
+    )
+
+
+def _set_threads(num_threads: int | None) -> None:
+    import torch
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
 def _run(
     folder: Path,
     output: Path,
     plan: QuantPlan,
     calibration: str | None,
-    ctx: typer.Context,
+    trust_remote_code: bool,
     streams: Output,
 ) -> "QuantResult":
     """Quantize with a progress bar; Ctrl-C leaves what the same command goes on from."""
-    import torch
-
     from llmbench.quant.pipeline import quantize
 
-    if (num_threads := ctx.params["num_threads"]) is not None:
-        torch.set_num_threads(num_threads)
-    trust_remote_code: bool = ctx.params["trust_remote_code"]
     with Progress(streams) as progress:
         try:
-            texts = _calibration(folder, plan.config, calibration, trust_remote_code)
             return quantize(
                 folder,
                 output,
                 plan=plan,
-                calibration=texts,
+                calibration=_calibration(folder, plan.config, calibration, trust_remote_code),
                 on_progress=lambda step: _show(progress, step),
                 trust_remote_code=trust_remote_code,
             )

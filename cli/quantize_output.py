@@ -21,6 +21,7 @@ CALLED = {
     "outside_blocks": "embeddings and head",
     "block": "one block in float32",
     "activations": "calibration activations",
+    "batch": "a batch of them inside the block",
     "statistics": "statistics of a layer",
 }
 
@@ -78,8 +79,8 @@ def print_result(
     streams.result(f"memory    {size(result.peak_rss_bytes)} at most")
     proof = result.verification
     streams.result(
-        f"checked   {counted(proof.num_layers, 'layer')} and {counted(proof.num_tensors, 'tensor')} "
-        "read back from the files are what was computed"
+        f"checked   read back from the files, {counted(proof.num_layers, 'layer')} and "
+        f"{counted(proof.num_tensors, 'tensor')} are what was computed"
     )
     if result.num_resumed_blocks:
         streams.result(f"resumed   {result.num_resumed_blocks} blocks were there from before")

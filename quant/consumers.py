@@ -143,8 +143,9 @@ def _vllm(file: _File) -> Consumer:
             loads="unproven",
             kernel="Humming",
             speed=UNKNOWN,
-            note="W4A8 needs the newest vLLM and its Humming kernels on an NVIDIA GPU; older ones "
-            "fail or leave the activations in 16 bits (llm-compressor 2693)",
+            note="W4A8 needs the newest vLLM and its Humming kernels on an NVIDIA GPU, older ones "
+            "fail or leave the activations in 16 bits (llm-compressor 2693); converted to gptq "
+            f"with --weights-only it runs as W4A8 under {W4A8_VARIABLE}",
         )
     notes = []
     if file.fits_marlin:
@@ -167,7 +168,7 @@ def _vllm(file: _File) -> Consumer:
 
 def _vllm_refusal(file: _File) -> str:
     if file.format == "qqq":
-        return "QQQ was removed in August 2025 (PR 23204)"
+        return "QQQ was removed in August 2025 (PR 23204); write compressed-tensors for it"
     if file.format == "bitsandbytes":
         return "8-bit bitsandbytes is no longer read"
     is_gptq = file.format in ("gptq", "gptq_v2")

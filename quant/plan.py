@@ -139,6 +139,7 @@ def plan_run(
     checks.refuse_experts(text, checkpoint)
     linears = find_linears(checkpoint)
     check_has_linears(linears, checkpoint.folder)
+    checks.refuse_several_stacks(linears)
     checks.refuse_other_types(checkpoint, linears)
     family = SimpleNamespace(**{"model_type": None, **text})
     if config.method in SCALING_METHODS:
@@ -176,6 +177,19 @@ def plan_run(
         costs=costs,
         notes=tuple(_notes(config, family, untied)),
     )
+
+
+def check_shapes(checkpoint: Checkpoint, config: QuantConfig) -> None:
+    """Refuse what no tool could quantize: layers that the group size does not divide, codes.
+
+    Raises:
+        ConfigError: names the layer.
+    """
+    checks.refuse_quantized(checkpoint)
+    linears = [layer for layer in find_linears(checkpoint) if layer.block]
+    check_has_linears(linears, checkpoint.folder)
+    checks.refuse_other_types(checkpoint, linears)
+    checks.refuse_schemes([(layer, config.scheme) for layer in linears], config)
 
 
 def chosen_transform(config: QuantConfig, hf_text_config: Any) -> Transform:

@@ -41,7 +41,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose layers are codes already."""
     config = checkpoint.config
-    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    keys = ("quantization_config", "compression_config")
+    found = next(
+        (part[key] for part in (config, text_config(config)) for key in keys if part.get(key)), None
+    )
     packed = next(
         (name for name in checkpoint.names if re.search(r"\.(qweight|weight_packed|B|SCB)$", name)),
         None,
@@ -72,6 +75,20 @@ def refuse_experts(text: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         "`--backend llmcompressor`"
     )
     raise error
+
+
+def refuse_several_stacks(linears: Sequence[LinearLayer]) -> None:
+    """Refuse models of several stacks of blocks: an encoder beside the decoder, or a vision part.
+
+    Calibration text runs through one stack of blocks alone.
+    """
+    stacks = dict.fromkeys(layer.block.rpartition(".")[0] for layer in linears if layer.block)
+    if len(stacks) > 1:
+        error = ConfigError(
+            f"expected one stack of decoder blocks, found {len(stacks)}: {', '.join(stacks)}"
+        )
+        error.add_note("models with a vision part or an encoder are not quantized here")
+        raise error
 
 
 def refuse_other_types(checkpoint: Checkpoint, linears: Sequence[LinearLayer]) -> None:
@@ -165,11 +182,11 @@ def refuse_schemes(targets: Sequence[Target], config: QuantConfig) -> None:
     )
     widths = {item.in_features for item, _ in misfits}
     if len(misfits) < len(targets) and len(widths) == 1:
-        last = "|".join(dict.fromkeys(item.name.rpartition(".")[2] for item, _ in misfits))
+        kinds = "|".join(dict.fromkeys(_in_block(item) for item, _ in misfits))
         own = [size for size in fits if size == PER_CHANNEL or size < scheme.group_size]
         error.add_note(
-            f"or another size for these layers alone: override '({last})$:group_size={own[0]}', or "
-            f"leave them in full precision: skip '({last})$'"
+            f"or another size for these alone: override '({kinds})$:group_size={own[0]}', or "
+            f"leave them in full precision: skip '({kinds})$'"
         )
     raise error
 
@@ -204,6 +221,11 @@ def refuse_format(file_format: Format, targets: Sequence[Target], config: QuantC
             "no format holds these layers: change their bits or group size, or skip them"
         )
     raise error
+
+
+def _in_block(layer: LinearLayer) -> str:
+    """An expression for a layer's name without its block, such as `mlp\\.down_proj`."""
+    return re.escape(layer.name.removeprefix(f"{layer.block}.") if layer.block else layer.name)
 
 
 def _divides_all(size: int, targets: Sequence[Target]) -> bool:

@@ -26,24 +26,31 @@ LIBRARY_BYTES = 700_000_000
 """Resident size of Python with torch and transformers before a model is loaded."""
 DISK_MARGIN_BYTES = 50_000_000
 """Configs, tokenizer and the records of a run that can be resumed, on top of the tensors."""
-HESSIAN_COPIES = 3
-"""The Hessian, its Cholesky factor and the inverse's factor live together."""
+HESSIAN_COPIES = 6
+"""The Hessian, in the order of solving too, its factors and what they are made with."""
+BATCH_TOKENS = 4096
+"""Tokens that run through a block at once."""
 
-FORWARD_PASSES: dict[Method, float] = {
+CORE_RATE = 120e9
+"""Operations a second of one core in 16 and 32-bit products with AVX-512, a third below its
+best."""
+STARTUP_S = 5.0
+"""Python with its libraries, and the model's first block."""
+FORWARD_PASSES = 1.2
+"""Runs of the calibration tokens through every block: one, and what attention adds to it."""
+ROUNDING_OPERATIONS = 20_000
+"""What rounding a weight, the search for its group's range, writing it and reading it back cost,
+in operations of a matrix product."""
+SOLVES: dict[Method, float] = {
     "rtn": 0.0,
     "int8": 0.0,
-    "gptq": 2.0,
-    "smoothquant": 2.0,
+    "smoothquant": 0.0,
+    "gptq": 8.0,
+    "qqq": 8.0,
     "awq": 24.0,
-    "qqq": 12.0,
 }
-"""Forward passes over the calibration tokens that a method's work in a block is worth: to capture
-inputs and pass outputs on, and one for each scale that a search tries (AWQ's grid has 20)."""
-ROUNDING_OPERATIONS = 400
-"""Operations a weight for rounding, packing, the scale search and checking it after saving."""
-CORE_RATE = 60e9
-"""Operations a second of one core on what a run does, between bfloat16 products (180e9 on a core
-with AVX-512 BF16) and element-wise work."""
+"""Products of a layer's weight with its input's Hessian that a method's solution is worth: a walk
+over the columns with two sweeps after it, or a search over twenty scalings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +84,7 @@ class RunCosts:
     @property
     def seconds(self) -> float:
         """Duration, an estimate."""
-        return self.operations / self.rate
+        return STARTUP_S + self.operations / self.rate
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -123,18 +130,33 @@ def memory_parts(
     block = max(blocks.values(), default=0) * (FLOAT32_BYTES + model_bytes + 1)
     parts = {"libraries": LIBRARY_BYTES, "outside_blocks": outside_bytes, "block": block}
     if config.needs_calibration:
-        widest = max((layer.in_features for layer in layers), default=0)
-        # What waits in front of the block and what comes out of it.
-        parts["activations"] = 2 * hidden_bytes(config, layers, model_bytes)
+        width = FLOAT32_BYTES if config.compute_dtype == "float32" else model_bytes
+        hidden, widest = _widths(layers)
+        # A token's residual, what waits in front of the next layers, and their output.
+        parts["activations"] = num_tokens(config) * 2 * (hidden + widest) * width
+        rows = max(_rows_by_block(layers).values(), default=0)
+        parts["batch"] = min(BATCH_TOKENS, num_tokens(config)) * rows * FLOAT32_BYTES
         parts["statistics"] = HESSIAN_COPIES * FLOAT32_BYTES * widest**2
     return parts
 
 
 def hidden_bytes(config: QuantConfig, layers: Sequence[LinearLayer], model_bytes: int) -> int:
     """Bytes of the hidden states of all calibration tokens in front of a block."""
-    hidden = min((layer.in_features for layer in layers), default=0)
     width = FLOAT32_BYTES if config.compute_dtype == "float32" else model_bytes
-    return num_tokens(config) * hidden * width
+    return num_tokens(config) * _widths(layers)[0] * width
+
+
+def _widths(layers: Sequence[LinearLayer]) -> tuple[int, int]:
+    """The narrowest and the widest input: the residual stream's, and the MLP's inner one."""
+    widths = [layer.in_features for layer in layers]
+    return min(widths, default=0), max(widths, default=0)
+
+
+def _rows_by_block(layers: Sequence[LinearLayer]) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for layer in layers:
+        rows[layer.block] = rows.get(layer.block, 0) + layer.out_features
+    return rows
 
 
 def num_tokens(config: QuantConfig) -> int:
@@ -148,13 +170,13 @@ def operations(config: QuantConfig, layers: Sequence[LinearLayer]) -> float:
     """Floating-point operations of a run over the layers that it quantizes."""
     tokens = num_tokens(config)
     weights = sum(layer.num_weights for layer in layers)
-    total = FORWARD_PASSES[config.method] * 2.0 * weights * tokens
-    total += ROUNDING_OPERATIONS * weights
-    if config.method in ("gptq", "qqq"):
+    total = FORWARD_PASSES * 2.0 * weights * tokens + ROUNDING_OPERATIONS * weights
+    if solves := SOLVES[config.method]:
         # Frantar et al. 2022, section 3.3: the Hessian, its inverse, and a pass over the columns.
         for layer in layers:
             n, c = layer.out_features, layer.in_features
-            total += 2.0 * tokens * c**2 / 2 + 2.0 * c**3 + 2.0 * n * c**2
+            # Half of the layers share their input, and so their Hessian, with another.
+            total += tokens * c**2 + solves * (2.0 * c**3 + 2.0 * n * c**2)
     return total
 
 

@@ -398,6 +398,64 @@ def test_evaluation_says_how_far_the_result_is_from_its_base(
     assert text.name in result["quality_protocol"]
 
 
+# Peers
+
+
+def test_peer_that_is_not_there_comes_with_the_way_to_get_it(
+    zero_checkpoint: Save, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quantize", str(zero_checkpoint(LLAMA)), *small("gptq", text), "-o", "out"]
+    assert main([*arguments, "--backend", "gptqmodel"]) == 3
+    err = capfd.readouterr().err
+    assert "gptqmodel is not installed" in err
+    assert "pip install" in err
+    assert "--backend-python" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--group-size", "48"], "--group-size 48 does not divide in_features 64"),
+        (["--group-size", "32", "--bits", "8", "-m", "awq"], "autoawq"),
+        (["--group-size", "32", "-m", "rtn"], "rtn"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_peer_would_stumble_over_is_refused_before_it_starts(
+    flags: list[str], named: str, zero_checkpoint: Save, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quantize", str(zero_checkpoint(LLAMA)), *flags, "--dry-run"]
+    assert main([*arguments, "--backend", "autoawq"]) == 2
+    assert named in capfd.readouterr().err
+
+
+def test_what_a_peer_writes_is_read_and_reported(
+    tiny: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The peer's interpreter is a script that copies a checkpoint quantized before."""
+    ready = tmp_path / "ready"
+    assert main(["quantize", str(tiny), *small("rtn", text), "-o", str(ready)]) == 0
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\n"
+        "import json, pathlib, shutil, sys\n"
+        "if sys.argv[1] == '-c': sys.exit(print('7.7.0'))\n"
+        "job = json.loads(pathlib.Path(sys.argv[2]).read_text())\n"
+        f"shutil.copytree({str(ready)!r}, job['output'], dirs_exist_ok=True)\n"
+        "result = {'seconds': 1.5, 'peak_rss_bytes': 10, 'versions': {'gptqmodel': '7.7.0'}}\n"
+        "pathlib.Path(job['result']).write_text(json.dumps(result))\n"
+    )
+    python.chmod(0o755)
+    peer = ["--backend", "gptqmodel", "--backend-python", str(python), "--json"]
+    capfd.readouterr()
+    output = tmp_path / "out"
+    assert main(["quantize", str(tiny), *small("gptq", text), "-o", str(output), *peer]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert (result["backend"], result["versions"]) == ("gptqmodel", {"gptqmodel": "7.7.0"})
+    assert (result["format"], result["num_layers"]) == ("gptq", 14)
+    assert result["bytes_after"] < result["bytes_before"]
+
+
 # Words
 
 

@@ -232,8 +232,8 @@ def test_group_size_that_divides_no_input_is_refused_by_module_and_both_numbers(
 def test_group_size_that_misses_one_kind_of_layer_comes_with_a_rule_for_it(plan: Plans) -> None:
     with pytest.raises(ConfigError, match=r"group_size 32 .* 176 .*down_proj and 1 more") as error:
         plan(config_of("gptq", group_size=32), IN_176)
-    assert "override '(down_proj)$:group_size=16'" in notes(error)
-    rule = Override(pattern="(down_proj)$", group_size=16)
+    assert r"override '(mlp\.down_proj)$:group_size=16'" in notes(error)
+    rule = Override(pattern=r"(mlp\.down_proj)$", group_size=16)
     planned = plan(config_of("gptq", group_size=32, overrides=(rule,)), IN_176)
     assert planned.schemes["model.layers.0.mlp.down_proj"].num_groups(176) == 11
 
@@ -406,6 +406,12 @@ def test_quantized_checkpoints_are_refused(
     with pytest.raises(ConfigError, match="quantized already") as error:
         plan(config_of("rtn"), {**LLAMA, **settings}, tensors)
     assert "convert" in notes(error)
+
+
+def test_models_with_a_second_stack_of_blocks_are_refused(plan: Plans) -> None:
+    vision = {"vision_tower.encoder.layers.0.mlp.fc1.weight": (64, 128)}
+    with pytest.raises(ConfigError, match=r"found 2: model\.layers, vision_tower"):
+        plan(config_of("rtn"), tensors=vision)
 
 
 def test_weights_that_are_no_floating_point_numbers_are_refused(zero_checkpoint: Save) -> None:
