@@ -1,10 +1,10 @@
 """Compile the CPU kernels at first use, keep the library on disk, and load it.
 
 The kernels are plain C++ without a header of torch's, so any C++17 compiler builds them in
-seconds, and one library serves every torch version. The file's name is a digest of the sources,
-the compiler and its flags, and the processor's features: a change of any of them builds anew, and
-an old library is never taken for a new one. It is put in place by one rename, so that processes
-which start together do not see half a file.
+seconds, its translation units side by side, and one library serves every torch version. The
+file's name is a digest of the sources, the compiler and its flags, and the processor's features:
+a change of any of them builds anew, and an old library is never taken for a new one. It is put in
+place by one rename, so that processes which start together do not see half a file.
 
 Parallel loops run on torch's own OpenMP pool: the library that torch has loaded is searched in
 this process, and the address of its entry point is handed to the kernels (cpu_parallel.h).
@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -30,14 +31,19 @@ from llmbench.engine.models.catalog import cache_root
 
 logger = logging.getLogger(__name__)
 
+UNITS = ("cpu_kernels.cpp", "cpu_quantized.cpp")
 SOURCES = (
-    "cpu_kernels.cpp",
+    *UNITS,
     "cpu_activation.h",
     "cpu_attention.h",
     "cpu_cache.h",
+    "cpu_codes.h",
     "cpu_linear.h",
     "cpu_parallel.h",
     "cpu_products.h",
+    "cpu_quantized_dot.h",
+    "cpu_quantized_inputs.h",
+    "cpu_quantized_tiles.h",
     "cpu_tiles.h",
     "cpu_vector.h",
 )
@@ -48,7 +54,6 @@ FLAGS = (
     "-ffp-contract=fast",  # a * b + c as one instruction
     "-fvisibility=hidden",
     "-fPIC",
-    "-shared",
 )
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -143,30 +148,35 @@ def _processor() -> str:
 
 
 def _build(command: list[str], path: Path) -> None:
-    source = Path(__file__).parent / SOURCES[0]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=f"{path.stem}-", dir=path.parent)
+        folder = tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent)
     except OSError as error:
         failure = KernelBuildError(f"cannot keep compiled CPU kernels in {path.parent}: {error}")
         failure.add_note("name another folder in the variable LLMBENCH_CACHE")
         raise failure from error
-    os.close(handle)
-    try:
-        full = [*command, str(source), "-o", partial]
-        result = _run(full)
-        if result.returncode:
-            lines = [line for line in result.stderr.splitlines() if "error" in line]
-            reason = (lines or result.stderr.splitlines() or ["no message"])[0]
-            failure = KernelBuildError(f"compiling the CPU kernels failed: {reason}")
-            failure.add_note(f"the command was: {shlex.join(full)}")
-            failure.add_note("GCC 9 or Clang 13 is needed; $CXX names another compiler")
-            failure.add_note("or run without --compile")
-            raise failure
+    with folder as name:
+        objects = [str(Path(name, unit).with_suffix(".o")) for unit in UNITS]
+        sources = [str(Path(__file__).parent / unit) for unit in UNITS]
+        steps = zip(sources, objects, strict=True)
+        with ThreadPoolExecutor(len(UNITS)) as pool:
+            list(pool.map(lambda pair: _compile([*command, "-c", pair[0], "-o", pair[1]]), steps))
+        partial = Path(name, path.name)
+        _compile([*command, "-shared", *objects, "-o", str(partial)])
         os.chmod(partial, 0o644)
         os.replace(partial, path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+
+
+def _compile(command: list[str]) -> None:
+    result = _run(command)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "error" in line]
+        reason = (lines or result.stderr.splitlines() or ["no message"])[0]
+        failure = KernelBuildError(f"compiling the CPU kernels failed: {reason}")
+        failure.add_note(f"the command was: {shlex.join(command)}")
+        failure.add_note("GCC 9 or Clang 13 is needed; $CXX names another compiler")
+        failure.add_note("or run without --compile")
+        raise failure
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -50,8 +50,6 @@ inline void pack_weight(bf16* to, const bf16* weight, int64_t outputs, int64_t i
     });
 }
 
-#if HAS_BF16_DOT
-
 inline void store_columns(bf16* to, vf v, int64_t left) {
     if (left >= W)
         store(to, v);
@@ -59,15 +57,16 @@ inline void store_columns(bf16* to, vf v, int64_t left) {
         store_part(to, v, left);
 }
 
-// What becomes of one row's sums over a pair of blocks.
-__attribute__((always_inline)) inline void emit(const LinearCall& call, int64_t row, int64_t pair, vf first, vf second) {
-    int64_t column = pair * PAIR * BLOCK;
+// What becomes of one row's sums over a pair of blocks: W of each block, from `lane` on.
+__attribute__((always_inline)) inline void emit(const LinearCall& call, int64_t row, int64_t pair,
+                                                vf first, vf second, int64_t lane = 0) {
+    int64_t column = pair * PAIR * BLOCK + lane;
     if (call.bias) {
         first += load(call.bias + column);
         second += load(call.bias + column + BLOCK);
     }
     if (call.gated) {
-        int64_t width = call.outputs / 2, place = pair * BLOCK;
+        int64_t width = call.outputs / 2, place = pair * BLOCK + lane;
         store_columns(call.out + row * width + place, activate(call.activation, first) * second,
                       width - place);
         return;
@@ -89,9 +88,11 @@ __attribute__((always_inline)) inline void emit(const LinearCall& call, int64_t 
 
 constexpr int64_t PAGE = 4096;
 
-inline void prefetch_page_ahead(const bf16* p) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + PAGE);
+inline void prefetch_page_ahead(const void* p) {
+    __builtin_prefetch(static_cast<const char*>(p) + PAGE);
 }
+
+#if HAS_BF16_DOT
 
 // M rows by N blocks, one dot product of pairs at a time.
 template <int M, int N>

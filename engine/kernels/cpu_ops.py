@@ -17,9 +17,12 @@ from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.device import zeros
 from llmbench.engine.kernels.cpu_build import load_library
 from llmbench.engine.kernels.cpu_linear import ACTIVATION_CODES, CpuLinear, can_pack
-from llmbench.engine.kernels.reference import TorchOps
+from llmbench.engine.kernels.cpu_quantized_linear import CpuQuantizedLinear, unsupported_weight
+from llmbench.engine.kernels.reference import ActivatedLinear, TorchOps
 from llmbench.engine.layers.linear import Linear
+from llmbench.engine.layers.torch_quantized_linear import fast_quantized_linear
 from llmbench.engine.models.architecture import Activation, DecoderArchitecture
+from llmbench.quant.quantized_weight import QuantizedWeight
 
 # MAX_HEAD_DIM and GROUP in cpu_cache.h.
 _MAX_HEAD_DIM = 512
@@ -122,6 +125,26 @@ class CpuOps(TorchOps):
         if can_pack(self._library, weight):
             return CpuLinear(self._library, weight, bias, activation=activation, gated=gated)
         return super().make_activated_linear(weight, bias, activation, gated=gated)
+
+    def make_quantized_linear(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        *,
+        activation: Activation | None = None,
+        gated: bool = False,
+    ) -> Linear:
+        """A quantized layer on packed codes; one that the kernels do not take is torch's."""
+        if self.dtype is torch.bfloat16 and unsupported_weight(weight) is None:
+            return CpuQuantizedLinear(
+                self._library, weight, bias, activation=activation, gated=gated
+            )
+        linear = fast_quantized_linear(weight, bias, self.dtype)
+        if linear is None or activation is None:
+            return linear or super().make_quantized_linear(
+                weight, bias, activation=activation, gated=gated
+            )
+        return ActivatedLinear(self, linear, activation, gated=gated)
 
     def make_kv_cache(
         self,

@@ -10,7 +10,7 @@
 
 typedef void (*ParallelEntry)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
-static ParallelEntry parallel_entry = nullptr;
+inline ParallelEntry parallel_entry = nullptr;
 
 // body(i) for each i below `items`, in any order, on up to `threads` threads.
 template <class Body>

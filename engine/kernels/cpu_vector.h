@@ -22,7 +22,7 @@
 #define HAS_BF16_DOT 0
 #endif
 
-#if VECTOR_BYTES == 64
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
