@@ -6,7 +6,8 @@ result has the same bits in any batch.
 """
 
 import ctypes
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ OUTPUTS, _INPUTS = 32, 32
 class LinearCall(ctypes.Structure):
     """The struct of the same name in cpu_linear.h."""
 
-    _fields_ = (
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
