@@ -30,6 +30,8 @@ Target = tuple[LinearLayer, Scheme]
 
 MARLIN_GROUP_SIZES = (PER_CHANNEL, 32, 64, 128)
 GPTQMODEL_GROUP_SIZES = (PER_CHANNEL, 16, 32, 64, 128, 256, 512, 1024)
+CPU_GROUP_STEP = 16
+"""The engine's compiled kernels take groups of whole vectors (cpu_quantized_linear.py)."""
 W4A8_VARIABLE = "VLLM_MARLIN_INPUT_DTYPE=int8"
 """vLLM PR 24722: Marlin rounds each token's input to 8 bits, with ordinary 4-bit files."""
 FULL_SPEED, NO_GAIN, UNKNOWN = "faster", "no faster", "not known"
@@ -84,9 +86,12 @@ class _File:
     def is_transposed(self) -> bool:
         return self.any(lambda layer, scheme: layer.is_transposed)
 
+    @property
+    def group_sizes(self) -> set[int]:
+        return {scheme.group_size for _, scheme in self.targets}
+
     def odd_groups(self, known: Sequence[int]) -> list[int]:
-        sizes = {scheme.group_size for _, scheme in self.targets}
-        return sorted(sizes - set(known))
+        return sorted(self.group_sizes - set(known))
 
     @property
     def fits_marlin(self) -> bool:
@@ -113,19 +118,20 @@ def consumers(
 
 
 def _llmbench(file: _File) -> Consumer:
+    kernel, speed = "packed weights", f"{FULL_SPEED} on a CPU"
     if file.has_int8_activations:
         kernel = "int8 product"
-    elif set(file.bits) <= {4, 8}:
-        kernel = "packed weights"
-    else:
-        kernel = "dequantized at load"
-    speed = NO_GAIN if kernel == "dequantized at load" else f"{FULL_SPEED} on a CPU"
+    # What cpu_quantized_linear.py leaves to the reference.
+    if file.format == "bitsandbytes":
+        kernel, speed = "int8 and outliers", NO_GAIN
+    elif any(size > 0 and size % CPU_GROUP_STEP for size in file.group_sizes):
+        kernel, speed = "dequantized", NO_GAIN
     return Consumer(
         name="llmbench",
         loads="yes",
         kernel=kernel,
         speed=speed,
-        note="on a GPU the reference runs",
+        note="on a GPU it runs as fast as unquantized at best",
     )
 
 

@@ -119,7 +119,8 @@ def layer_table(layers: "Mapping[str, LayerReport]", *, limit: int = WORST) -> T
     notes = [f"error: squared, of a layer's {of} against their own square; {_spread(layers)}"]
     if len(ordered) > limit:
         notes.append(f"the worst {limit} of {counted(len(ordered), 'layer')}")
-    notes += [f"{name}: {report.fallback}" for name, report in ordered if report.fallback]
+    notes += _told({name: (report.fallback,) for name, report in layers.items() if report.fallback})
+    notes += _told({name: report.notes for name, report in layers.items()})
     return Table(columns=tuple(columns), notes=tuple(notes))
 
 
@@ -141,6 +142,18 @@ def size_line(bytes_before: int, bytes_after: int) -> str:
     """Both sizes and their ratio: `257 MiB → 113 MiB (44 %)`."""
     share = percent(bytes_after / bytes_before, 2) if bytes_before else NULL
     return f"{size(bytes_before)} → {size(bytes_after)} ({share})"
+
+
+def _told(texts_by_layer: Mapping[str, Sequence[str]]) -> list[str]:
+    """Each text once, with the layers that it is about."""
+    names: dict[str, list[str]] = {}
+    for name, texts in texts_by_layer.items():
+        for text in texts:
+            names.setdefault(text, []).append(name)
+    return [
+        f"{text} ({found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''})"
+        for text, found in names.items()
+    ]
 
 
 def _saw_tokens(layers: "Mapping[str, LayerReport]") -> bool:

@@ -127,6 +127,22 @@ def test_symmetric_four_bit_files_come_with_the_way_to_w4a8() -> None:
     assert W4A8_VARIABLE not in readers("gptq", bits=8)["vLLM"].note
 
 
+@pytest.mark.parametrize(
+    ("file_format", "scheme", "is_faster"),
+    [
+        ("gptq", {"group_size": 32}, True),
+        ("gptq", {"bits": 3}, True),
+        ("compressed-tensors", {"group_size": 24}, False),
+        ("compressed-tensors", W8A8, True),
+        ("bitsandbytes", W8A8, False),
+    ],
+)
+def test_own_engine_is_called_faster_where_it_has_a_kernel(
+    file_format: Format, scheme: dict[str, Any], is_faster: bool
+) -> None:
+    assert (readers(file_format, **scheme)["llmbench"].speed != "no faster") is is_faster
+
+
 def test_decompressed_files_are_not_called_faster() -> None:
     assert readers("compressed-tensors")["transformers"].speed == "no faster"
 
