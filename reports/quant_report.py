@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from llmbench.quant.layer_report import LayerReport
 
 WORST = 8
-"""Layers that the final table shows; the result file holds all."""
+"""Layers, and notes of a kind, that the final table shows; the result file holds all."""
+FUSED = 3
+"""Most layers that share one note about their input alone: query, key and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def layer_table(layers: "Mapping[str, LayerReport]", *, limit: int = WORST) -> T
     if len(ordered) > limit:
         notes.append(f"the worst {limit} of {counted(len(ordered), 'layer')}")
     notes += _told({name: (report.fallback,) for name, report in layers.items() if report.fallback})
-    notes += _told({name: report.notes for name, report in layers.items()})
+    notes += _told({name: report.notes for name, report in layers.items()}, least=FUSED + 1)
     return Table(columns=tuple(columns), notes=tuple(notes))
 
 
@@ -144,16 +146,20 @@ def size_line(bytes_before: int, bytes_after: int) -> str:
     return f"{size(bytes_before)} → {size(bytes_after)} ({share})"
 
 
-def _told(texts_by_layer: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each text once, with the layers that it is about."""
+def _told(texts_by_layer: Mapping[str, Sequence[str]], *, least: int = 1) -> list[str]:
+    """Each text once, with the layers that it is about, if they are at least so many."""
     names: dict[str, list[str]] = {}
     for name, texts in texts_by_layer.items():
         for text in texts:
             names.setdefault(text, []).append(name)
-    return [
+    told = [
         f"{text} ({found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''})"
         for text, found in names.items()
+        if len(found) >= least
     ]
+    return (
+        told if len(told) <= WORST else [*told[:WORST], f"and {len(told) - WORST} more such notes"]
+    )
 
 
 def _saw_tokens(layers: "Mapping[str, LayerReport]") -> bool:

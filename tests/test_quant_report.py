@@ -82,12 +82,23 @@ def test_error_of_weights_is_not_called_one_of_outputs() -> None:
 
 def test_fallbacks_and_notes_are_told_once_with_their_layers() -> None:
     found = {
-        name: LayerReport(relative_mse=error, fallback="rtn: no tokens", notes=("scaled",))
-        for name, error in (("a", 0.1), ("b", 0.2), ("c", 0.3))
+        name: LayerReport(relative_mse=0.1, fallback="rtn: no tokens", notes=("skipped", name))
+        for name in "abcd"
     }
     notes = layer_table(found, limit=1).notes
-    assert "rtn: no tokens (a and 2 more)" in notes
-    assert "scaled (a and 2 more)" in notes
+    assert "rtn: no tokens (a and 3 more)" in notes
+    assert "skipped (a and 3 more)" in notes
+    assert not any(note.startswith("a (") for note in notes), "a layer's own note is in the file"
+
+
+def test_many_different_fallbacks_do_not_flood_the_table() -> None:
+    found = {
+        f"layer-{index}": LayerReport(relative_mse=0.1, fallback=f"rtn: reason {index}")
+        for index in range(100)
+    }
+    notes = layer_table(found).notes
+    assert len(notes) < 15
+    assert "and 92 more such notes" in notes
 
 
 @pytest.mark.parametrize(
