@@ -67,6 +67,7 @@ def print_result(
     streams: Output,
 ) -> None:
     """Print how a run came out, and what can be done with the checkpoint."""
+    from llmbench.quant.output_folder import MANIFEST
     from llmbench.reports.quant_report import consumer_table, layer_table, phase_line, size_line
     from llmbench.reports.tables import render
 
@@ -89,6 +90,7 @@ def print_result(
         streams.result(f"          {evaluation.protocol}")
     streams.result(f"\n{render(consumer_table(readers), sys.stdout)}")
     streams.note(f"\ncheckpoint  {result.output}")
+    streams.note(f"all layers  {result.output / MANIFEST}")
     streams.note("next:")
     for command in next_commands(model, result.output):
         streams.note(f"  {command}")

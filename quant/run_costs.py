@@ -187,11 +187,13 @@ def machine_rate() -> float:
 
 
 def free_disk_bytes(output: Path) -> int:
-    """Free bytes where `output` will be made."""
+    """Free bytes where `output` will be made; what a broken-off run of it holds counts as free."""
     place = output.absolute()
     while not place.exists():
         place = place.parent
-    return shutil.disk_usage(place).free
+    partial = output.with_name(f"{output.name}.partial")
+    held = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    return shutil.disk_usage(place).free + held
 
 
 def check_disk(output: Path, costs: RunCosts) -> None:

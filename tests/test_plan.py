@@ -430,6 +430,16 @@ def test_disk_that_is_too_small_is_refused(
         plan(config_of("rtn"), output=tmp_path / "out")
 
 
+def test_what_a_broken_off_run_holds_counts_as_free_disk(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "out"
+    before = run_costs.free_disk_bytes(output)
+    partial = tmp_path / "new" / "out.partial"
+    partial.mkdir(parents=True)
+    with (partial / "block-0000.safetensors").open("wb") as file:
+        file.truncate(1 << 40)  # sparse: it takes no room
+    assert run_costs.free_disk_bytes(output) > before + (1 << 39)
+
+
 def test_planning_needs_no_torch(zero_checkpoint: Save) -> None:
     folder = zero_checkpoint(LLAMA)
     script = (
