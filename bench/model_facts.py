@@ -10,7 +10,7 @@ from typing import Any
 
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.errors import CheckpointError
-from llmbench.engine.memory import MemoryPlan, plan_memory
+from llmbench.engine.memory import MemoryPlan, kv_row_bytes, plan_memory
 from llmbench.engine.models.quantized import CheckpointWeights
 from llmbench.quant.checkpoint import Checkpoint, read_config
 
@@ -91,7 +91,10 @@ def read_model_facts(folder: Path, config: EngineConfig) -> ModelFacts:
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        kv_bytes_per_token=2 * num_layers * num_kv_heads * head_dim * DTYPE_BYTES[dtype],
+        kv_bytes_per_token=2
+        * num_layers
+        * num_kv_heads
+        * kv_row_bytes(head_dim, DTYPE_BYTES[dtype], config.kv_cache_dtype),
         weight_bytes=weight_bytes,
         tied_head_bytes=(
             vocab * hidden * DTYPE_BYTES[dtype] if is_tied and dtype == "bfloat16" else 0

@@ -10,6 +10,7 @@ from llmbench.engine.config import (
     Device,
     DType,
     EngineConfig,
+    KVCacheDType,
     KVManagerName,
     LoadFormat,
     ModelBackend,
@@ -103,6 +104,10 @@ ReservationOption = Annotated[
 ]
 PrefixCacheOption = Annotated[
     PrefixCacheName, option(CACHE, "--prefix-cache", help="Reuse of the KV of equal prefixes.")
+]
+KVCacheDTypeOption = Annotated[
+    KVCacheDType,
+    option(CACHE, "--kv-cache-dtype", help="Keys and values as computed, or in 8 bits."),
 ]
 BlockSize = Annotated[int, option(CACHE, "--block-size", help="Tokens in a KV block.")]
 KVCacheMemory = Annotated[

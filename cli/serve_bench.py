@@ -122,6 +122,7 @@ def serve_bench_command(
     reservation: e.ReservationOption = ENGINE.reservation,
     prefix_cache: e.PrefixCacheOption = ENGINE.prefix_cache,
     block_size: e.BlockSize = ENGINE.block_size,
+    kv_cache_dtype: e.KVCacheDTypeOption = ENGINE.kv_cache_dtype,
     kv_cache_memory_bytes: e.KVCacheMemory = ENGINE.kv_cache_memory_bytes,
     num_kv_blocks: e.NumKVBlocks = ENGINE.num_kv_blocks,
     memory_utilization: e.MemoryUtilization = ENGINE.memory_utilization,

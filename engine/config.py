@@ -16,6 +16,7 @@ Policy = Literal["static", "prefill_first", "mixed", "chunked", "splitfuse"]
 KVManagerName = Literal["paged", "contiguous", "uncached"]
 Reservation = Literal["max_tokens", "max_model_len"]
 PrefixCacheName = Literal["hash", "none"]
+KVCacheDType = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class EngineConfig:
         reservation: How much a contiguous reservation holds.
         prefix_cache: Prefix cache of the paged manager.
         block_size: Tokens in a KV block.
+        kv_cache_dtype: `auto` holds keys and values in the type of computation; `int8` rounds
+            each token's to 8 bits, with a scale a head, for half the memory.
         kv_cache_memory_bytes: Memory of the KV pool; None takes what `num_kv_blocks` says, or
             what the memory budget leaves.
         num_kv_blocks: Blocks in the KV pool, in place of a size in bytes.
@@ -65,6 +68,7 @@ class EngineConfig:
     reservation: Reservation = "max_tokens"
     prefix_cache: PrefixCacheName = "hash"
     block_size: int = 16
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_memory_bytes: int | None = None
     num_kv_blocks: int | None = None
     memory_utilization: float = 0.8
@@ -83,6 +87,7 @@ class EngineConfig:
             "kv_manager": KVManagerName,
             "reservation": Reservation,
             "prefix_cache": PrefixCacheName,
+            "kv_cache_dtype": KVCacheDType,
         }
         for name, literal in choices.items():
             value, allowed = getattr(self, name), get_args(literal)

@@ -6,11 +6,23 @@ budget  = memory_utilization * free memory - weights - activations of the larges
 
 from dataclasses import dataclass
 
-from llmbench.engine.config import EngineConfig
+from llmbench.engine.config import EngineConfig, KVCacheDType
 from llmbench.engine.errors import OutOfMemoryError
 
 MIB = 1024**2
 CPU_POOL_BYTES = 4 * 1024**3
+INT8_SCALE_BYTES = 4
+"""Of the float32 scale that every key and value of a cache in 8 bits has."""
+
+
+def int8_row_bytes(head_dim: int) -> int:
+    """Bytes of a key or value in 8 bits with its scale, which lies at a multiple of its size."""
+    return -(-head_dim // INT8_SCALE_BYTES) * INT8_SCALE_BYTES + INT8_SCALE_BYTES
+
+
+def kv_row_bytes(head_dim: int, dtype_bytes: int, kv_cache_dtype: KVCacheDType) -> int:
+    """Bytes of one head's key or value of one token."""
+    return int8_row_bytes(head_dim) if kv_cache_dtype == "int8" else head_dim * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

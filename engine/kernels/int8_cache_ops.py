@@ -30,7 +30,9 @@ class Int8CacheOps(TorchOps):
         self.inner = inner
         self.name = f"{inner.name}+{LABEL}"
         self._attention = TorchAttention()
-        self._scratch: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._head_dim = 0
+        self._scratch = torch.empty(0)
+        self._num_scratch_slots = 0
 
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """As the inner operations."""
@@ -63,6 +65,7 @@ class Int8CacheOps(TorchOps):
         device: torch.device,
     ) -> Tensor:
         """A zeroed cache [S, 2 M, W] of rows as int8_cache.py describes them."""
+        self._head_dim = head_dim
         return zeros((num_slots, 2 * num_kv_heads, int8_row_bytes(head_dim)), torch.int8, device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -129,9 +132,8 @@ class Int8CacheOps(TorchOps):
         softcap: float | None,
     ) -> Tensor:
         """torch's attention over dequantized blocks -> [T, N * D]."""
-        head_dim = self._head_dim(kv_cache)
         out = self._attention.attend(
-            q.view(q.shape[0], -1, head_dim),
+            q.view(q.shape[0], -1, self._head_dim),
             kv_cache,
             batch,
             scale=scale,
@@ -139,3 +141,22 @@ class Int8CacheOps(TorchOps):
             softcap=softcap,
         )
         return out.flatten(1)
+
+    def act_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """As the inner operations."""
+        return self.inner.act_and_mul(x, activation)
+
+    def act(self, x: Tensor, activation: Activation) -> Tensor:
+        """As the inner operations."""
+        return self.inner.act(x, activation)
+
+    def _scratch_cache(
+        self, num_tokens: int, num_kv_heads: int, head_dim: int, x: Tensor
+    ) -> Tensor:
+        """A cache of the inner operations with room for a step's tokens."""
+        if num_tokens > self._num_scratch_slots:
+            self._num_scratch_slots = num_tokens
+            self._scratch = self.inner.make_kv_cache(
+                num_tokens, num_kv_heads, head_dim, dtype=x.dtype, device=x.device
+            )
+        return self._scratch

@@ -8,6 +8,9 @@ touches a tensor, so this module imports no torch.
 from dataclasses import dataclass
 from typing import Literal
 
+from llmbench.engine.config import KVCacheDType
+from llmbench.engine.memory import kv_row_bytes
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 NormKind = Literal["rms", "layer"]
 NormPlacement = Literal["pre", "post", "sandwich"]
@@ -79,9 +82,10 @@ class DecoderArchitecture:
         """Decoder layers."""
         return len(self.layers)
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+    def kv_bytes_per_token(self, dtype_bytes: int, kv_cache_dtype: KVCacheDType = "auto") -> int:
         """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        row = kv_row_bytes(self.head_dim, dtype_bytes, kv_cache_dtype)
+        return 2 * self.num_layers * self.num_kv_heads * row
 
     @property
     def num_parameters(self) -> int:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SLOW_KERNEL = "reference"
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -94,12 +95,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
         architecture = choose_architecture(hf_config, config.model_backend)
         free_bytes = free_memory_bytes(device)
         ops = kernels.ops(architecture, dtype)
+        if config.kv_cache_dtype == "int8" and architecture is not None:
+            ops = _with_int8_cache(ops, dtype)
         model: Model
         if architecture is not None:
             model = _load_decoder(
                 config, architecture, hf_config, stored, dtype, device, max_model_len, ops
             )
-            kv_bytes_per_token = architecture.kv_bytes_per_token(dtype.itemsize)
+            kv_bytes_per_token = architecture.kv_bytes_per_token(
+                dtype.itemsize, config.kv_cache_dtype
+            )
         else:
             from llmbench.engine.models.transformers_backend import load_transformers_model
 
@@ -112,8 +117,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
                 max_model_len=max_model_len,
                 seed=config.seed,
                 trust_remote_code=config.trust_remote_code,
+                kv_cache_dtype=config.kv_cache_dtype,
             )
             kv_bytes_per_token = model.kv_bytes_per_token
+        if stored is not None and stored.quantized is not None and SLOW_KERNEL in model.kernel:
+            logger.warning(
+                "no fast kernel for some layers (%s): their weights are dequantized at every "
+                "call, which is slow",
+                ", ".join(stored.facts["schemes"]) if stored.facts else "",
+            )
         tokenizer = _load_tokenizer(config, folder, hf_config)
         text = text_config(hf_config)
         return LoadedModel(
@@ -171,6 +183,19 @@ def _load_decoder(
     else:
         decoder.load_weights(read_weights(arch, names, stored))
     return decoder
+
+
+def _with_int8_cache(ops: "TorchOps | None", dtype: torch.dtype) -> "TorchOps":
+    """The operations with a KV cache of 8 bits, whose attention is torch's."""
+    from llmbench.engine.kernels.eager import EagerOps
+    from llmbench.engine.kernels.int8_cache_ops import Int8CacheOps
+
+    if ops is not None:
+        logger.warning(
+            "kv_cache_dtype int8 takes torch's attention in place of the compiled one, which is "
+            "slower"
+        )
+    return Int8CacheOps(ops if ops is not None else EagerOps(dtype))
 
 
 def _refuse_quantized_dummy(hf_config: Any) -> None:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from llmbench.engine.batch import ForwardBatch
+from llmbench.engine.config import KVCacheDType
 from llmbench.engine.device import check_fits, zeros
 from llmbench.engine.errors import CheckpointError, EngineError, UnsupportedModelError
+from llmbench.engine.memory import int8_row_bytes, kv_row_bytes
 from llmbench.engine.models import hf_attention
 from llmbench.engine.models.families import text_config
 from llmbench.engine.models.hf_attention import ATTENTION, Step, attention_step
@@ -57,6 +59,8 @@ REFUSED = {
 """Known in advance; whatever is not listed still has to pass the probe."""
 PARTS = ("transformers", "torch")
 """What a record calls this back end's operations."""
+INT8_CACHE = "int8-kv-torch"
+"""And its attention over a KV cache of 8 bits."""
 
 
 class _Replay(torch.nn.Module):
@@ -81,8 +85,11 @@ class _Replay(torch.nn.Module):
 class TransformersModel:
     """A transformers causal language model behind the engine's interface."""
 
-    def __init__(self, causal_lm: Any, *, num_layers: int) -> None:
+    def __init__(
+        self, causal_lm: Any, *, num_layers: int, kv_cache_dtype: KVCacheDType = "auto"
+    ) -> None:
         self.causal_lm = causal_lm
+        self.kv_cache_dtype = kv_cache_dtype
         self._decoder = _decoder_of(causal_lm)
         self._replay = _Replay(self._decoder)
         # The model's own forward, with its scales and caps of logits, behind known hidden states.
@@ -98,7 +105,8 @@ class TransformersModel:
     def kernel(self) -> str:
         """What runs: the kernels of quantized layers, each once, and torch's own operations."""
         kernels = dict.fromkeys(linear.kernel for linear in self._quantized)
-        return "+".join((",".join(kernels), *PARTS) if kernels else PARTS)
+        parts = [",".join(kernels), *PARTS] if kernels else [*PARTS]
+        return "+".join([*parts, INT8_CACHE] if self.kv_cache_dtype == "int8" else parts)
 
     @property
     def weight_bytes(self) -> int:
@@ -109,12 +117,20 @@ class TransformersModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
-        elements = sum(heads * width for heads, width in self.cache_shapes.values())
-        return elements * int(self.causal_lm.dtype.itemsize)
+        itemsize = int(self.causal_lm.dtype.itemsize)
+        return sum(
+            heads * kv_row_bytes(width, itemsize, self.kv_cache_dtype)
+            for heads, width in self.cache_shapes.values()
+        )
 
     def make_kv_cache(self, num_slots: int) -> list[Tensor]:
-        """Zeroed K/V tensors [num_slots, 2 * Hkv, D], one a layer."""
+        """Zeroed K/V tensors [num_slots, 2 * Hkv, D], one a layer; rows of 8 bits if asked for."""
         dtype, device = self.causal_lm.dtype, self.causal_lm.device
+        if self.kv_cache_dtype == "int8":
+            return [
+                zeros((num_slots, heads, int8_row_bytes(width)), torch.int8, device)
+                for heads, width in self.cache_shapes.values()
+            ]
         return [zeros((num_slots, *shape), dtype, device) for shape in self.cache_shapes.values()]
 
     def forward(self, batch: ForwardBatch, kv_caches: list[Tensor]) -> Tensor:
@@ -152,6 +168,7 @@ def load_transformers_model(
     max_model_len: int,
     seed: int = 0,
     trust_remote_code: bool = False,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> TransformersModel:
     """Load a folder's model, or draw its weights where `stored` is None, and probe it.
 
@@ -176,7 +193,11 @@ def load_transformers_model(
         causal_lm = _read(folder, hf_config, options, stored, device)
     causal_lm = causal_lm.to(device).eval().requires_grad_(False)
     fix_model_length(causal_lm, max_model_len)
-    model = TransformersModel(causal_lm, num_layers=text_config(hf_config).num_hidden_layers)
+    model = TransformersModel(
+        causal_lm,
+        num_layers=text_config(hf_config).num_hidden_layers,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     model.cache_shapes = probe(model, vocab_size=text_config(hf_config).vocab_size)
     return model
 

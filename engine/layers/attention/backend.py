@@ -3,7 +3,8 @@
 K/V of a layer live in one tensor of token slots, `kv_cache: [num_slots, 2 * Hkv, D]`, the key
 heads of a token before its value heads, so that both are written and gathered in one operation.
 A sequence's slots are found through its block table (Kwon et al. 2023, section 4.1). Attention
-reads only from the cache, also for tokens of the same step: writing comes first.
+reads only from the cache, also for tokens of the same step: writing comes first. A cache of 8 bits
+has rows of another width (int8_cache.py).
 
 Legend: T tokens in the step · H / Hkv query / KV heads · D head dimension.
 """

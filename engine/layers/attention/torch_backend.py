@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.kv.block_pool import NULL_BLOCK
+from llmbench.engine.layers.attention.int8_cache import dequantize_rows, is_int8, quantize_rows
 
 # A group's shortest context may be padded to this many times its length: below it, one larger
 # operation costs less than two.
@@ -65,7 +66,9 @@ class TorchAttention:
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch
     ) -> None:
         """Put `key` and `value` [T, Hkv, D] at the batch's slots."""
-        kv_cache.index_copy_(0, batch.slot_mapping, torch.cat((key, value), dim=1))
+        heads = torch.cat((key, value), dim=1)
+        rows = quantize_rows(heads) if is_int8(kv_cache) else heads
+        kv_cache.index_copy_(0, batch.slot_mapping, rows)
 
     def attend(
         self,
@@ -89,10 +92,9 @@ class TorchAttention:
             0 if is_single else query.shape, dtype=query.dtype, device=query.device
         )  # [T, H, D]
         num_kv_heads = kv_cache.shape[1] // 2
-        blocks = kv_cache.view(-1, batch.block_size * kv_cache.shape[1] * head_dim)
         for group in metadata.groups:
             num_seqs = len(group.context_lens)
-            kv = blocks.index_select(0, group.blocks).view(
+            kv = _gather(kv_cache, group.blocks, batch.block_size, query).view(
                 num_seqs, group.num_padded, 2, num_kv_heads, head_dim
             )
             if group.masks.get(sliding_window, False) is False:
@@ -112,7 +114,8 @@ class TorchAttention:
                 return attended.reshape(num_seqs, num_heads, head_dim)
             out[group.rows] = attended.reshape(num_seqs, num_heads, head_dim)
         for prompt in metadata.prompts:
-            kv = blocks.index_select(0, prompt.blocks).view(-1, 2, num_kv_heads, head_dim)
+            kv = _gather(kv_cache, prompt.blocks, batch.block_size, query)
+            kv = kv.view(-1, 2, num_kv_heads, head_dim)
             key, value = kv[: prompt.context_len].permute(1, 2, 0, 3)  # [Hkv, S, D] each
             group_size = num_heads // num_kv_heads
             if group_size > 1:
@@ -141,6 +144,16 @@ class TorchAttention:
                 )
             out[prompt.tokens] = attended[0].transpose(0, 1)
         return out
+
+
+def _gather(
+    kv_cache: torch.Tensor, blocks: torch.Tensor, block_size: int, query: torch.Tensor
+) -> torch.Tensor:
+    """K/V [blocks * block_size, 2 * Hkv, D] of some blocks, in the query's type."""
+    _, heads, width = kv_cache.shape
+    rows = kv_cache.view(-1, block_size * heads * width).index_select(0, blocks)
+    rows = rows.view(-1, heads, width)
+    return dequantize_rows(rows, query.shape[-1], query.dtype) if is_int8(kv_cache) else rows
 
 
 def _build(batch: ForwardBatch) -> _Metadata:
