@@ -21,6 +21,8 @@ from torch import Tensor
 
 STRIPE = 384
 """Columns of H that are computed at once: wide enough for a matrix product at full speed."""
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+"""Its multiples modulo 1 are spread evenly without a period (Weyl 1916)."""
 
 
 class InputStatistics:
@@ -45,7 +47,10 @@ class InputStatistics:
         self.low = torch.full((num_channels,), torch.inf, device=device)
         self.high = torch.full((num_channels,), -torch.inf, device=device)
         rows = min(sample_rows, total_tokens)
-        self._wanted = [i * total_tokens // rows for i in range(rows)]
+        # One token of each of `rows` equal stretches, at another place in each: at even distances
+        # the sample would be in step with texts of equal length, and full of their first tokens.
+        places = (int((i + i * GOLDEN_RATIO % 1) * total_tokens / rows) for i in range(rows))
+        self._wanted = list(dict.fromkeys(places))
         self._sample: list[Tensor] = []
 
     def update(self, x: Tensor) -> None:
@@ -85,7 +90,7 @@ class InputStatistics:
 
     @property
     def sample(self) -> Tensor:
-        """[R, C] float32, tokens at even distances over the calibration set."""
+        """[R, C] float32, tokens from all over the calibration set."""
         if not self._sample:
             return self._abs_sum.new_zeros(0, len(self._abs_sum))
         return torch.cat(self._sample)
