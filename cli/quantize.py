@@ -40,6 +40,7 @@ from llmbench.quant.plan import QuantPlan, plan_run
 from llmbench.reports.format import counted, number, percent
 
 if TYPE_CHECKING:
+    from llmbench.bench.accuracy.golden_logits import GoldenLogits
     from llmbench.quant.calibration import CalibrationSet
     from llmbench.quant.pipeline import Progress as BlockProgress
     from llmbench.quant.pipeline import QuantResult
@@ -138,9 +139,9 @@ def quantize_command(
     assert output is not None, "check_output has seen to it"
     _set_threads(num_threads)
     streams.note(f"{counted(len(plan.quantized), 'layer')} to {plan.format} ({plan.format_reason})")
-    result = _run(folder, output, plan, calibration, trust_remote_code, streams)
+    result, golden = _run(folder, output, plan, ctx, streams)
     evaluation = None if evaluate is None else _evaluate(folder, output, evaluate, streams)
-    print_result(model, result, plan, readers, evaluation, streams)
+    print_result(model, result, plan, readers, golden, evaluation, streams)
 
 
 def _plan(folder: Path, config: QuantConfig, output: Path | None) -> QuantPlan:
@@ -163,7 +164,8 @@ def _with_peer(
         return
     assert output is not None, "check_output has seen to it"
     _set_threads(values["num_threads"])
-    texts = _calibration(folder, config, values["calibration"], values["trust_remote_code"])
+    with Progress(streams) as progress:
+        texts = _calibration(folder, config, values["calibration"], ctx, progress)
     result, written = run_with_peer(folder, output, backend, config, texts, interpreter, streams)
     text: Path | None = values["evaluate"]
     evaluation = None if text is None else _evaluate(folder, output, text, streams)
@@ -180,41 +182,57 @@ def _set_threads(num_threads: int | None) -> None:
 
 
 def _run(
-    folder: Path,
-    output: Path,
-    plan: QuantPlan,
-    calibration: str | None,
-    trust_remote_code: bool,
-    streams: Output,
-) -> "QuantResult":
+    folder: Path, output: Path, plan: QuantPlan, ctx: typer.Context, streams: Output
+) -> "tuple[QuantResult, GoldenLogits]":
     """Quantize with a progress bar; Ctrl-C leaves what the same command goes on from."""
+    from llmbench.bench.accuracy.golden_logits import check_golden_logits
     from llmbench.quant.pipeline import quantize
 
+    trust_remote_code: bool = ctx.params["trust_remote_code"]
     with Progress(streams) as progress:
         try:
-            return quantize(
+            result = quantize(
                 folder,
                 output,
                 plan=plan,
-                calibration=_calibration(folder, plan.config, calibration, trust_remote_code),
+                calibration=_calibration(
+                    folder, plan.config, ctx.params["calibration"], ctx, progress
+                ),
                 on_progress=lambda step: _show(progress, step),
                 trust_remote_code=trust_remote_code,
             )
         except KeyboardInterrupt:
             progress.note("the same command continues where this one stopped")
             raise
+        progress.note("running it in the engine, against its weights in transformers' modules")
+        golden = check_golden_logits(folder, output, trust_remote_code=trust_remote_code)
+    return result, golden
 
 
 def _calibration(
-    folder: Path, config: QuantConfig, source: str | None, trust_remote_code: bool
+    folder: Path, config: QuantConfig, source: str | None, ctx: typer.Context, progress: Progress
 ) -> "CalibrationSet | None":
+    """The texts that the user gave, else texts that the model writes."""
     if not config.needs_calibration:
         return None
+    trust_remote_code: bool = ctx.params["trust_remote_code"]
+    if source is None:
+        from llmbench.bench.self_calibration import write_calibration
+
+        progress.note("no --calibration: the model writes its own text; text of your use is better")
+        return write_calibration(
+            folder,
+            num_samples=config.num_calibration_samples,
+            max_seq_length=config.max_seq_length,
+            seed=config.seed,
+            num_threads=ctx.params["num_threads"],
+            trust_remote_code=trust_remote_code,
+            on_progress=lambda done, total: progress.update("writing texts", done, total),
+        )
     from llmbench.engine.models.hf_config import load_hf_config
     from llmbench.engine.models.tokenizer import load_tokenizer
     from llmbench.quant.calibration import load_calibration
 
-    assert source is not None, "check_calibration has seen to it"
     hf_config = load_hf_config(folder, trust_remote_code=trust_remote_code)
     return load_calibration(
         source,

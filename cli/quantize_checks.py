@@ -16,7 +16,7 @@ from llmbench.cli.output import Output
 from llmbench.cli.quantize_options import USED_BY
 from llmbench.cli.unused_flags import was_given
 from llmbench.engine.models.source import HUB_ID
-from llmbench.quant.config import DEFAULT_SCHEMES, METHODS, PER_CHANNEL, Method, QuantConfig, Scheme
+from llmbench.quant.config import DEFAULT_SCHEMES, PER_CHANNEL, Method, QuantConfig, Scheme
 
 WHOLE_ROW_METHODS: tuple[Method, ...] = ("smoothquant", "int8")
 CALIBRATION_SETTINGS = ("calibration", "num_calibration_samples", "max_seq_length")
@@ -83,18 +83,9 @@ def check_output(output: Path | None, folder: Path) -> Path:
 
 
 def check_calibration(calibration: str | None, config: QuantConfig) -> None:
-    """Refuse a run whose method needs text and has none, or a file that is not there."""
-    if not config.needs_calibration:
+    """Refuse a calibration text that is not there; none at all is the model's own to write."""
+    if calibration is None or not config.needs_calibration:
         return
-    if calibration is None:
-        free = [name for name in METHODS if not QuantConfig(method=name).needs_calibration]
-        error = SettingsError(f"{config.method} needs text that the model sees (--calibration)")
-        error.add_note(
-            "give a file, --calibration FILE (.txt, or .jsonl with text or chat messages), or, "
-            "with access to it, a dataset of the hub; no text comes with llmbench"
-        )
-        error.add_note(f"{' and '.join(free)} need none")
-        raise error
     path = Path(calibration)
     is_hub_id = HUB_ID.fullmatch(calibration.partition(":")[0]) is not None
     has_folder = "/" in calibration and path.parent.is_dir()

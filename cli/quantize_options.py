@@ -154,7 +154,7 @@ CalibrationOption = Annotated[
         CALIBRATION,
         "--calibration",
         help="Text that the model sees: a file (.txt, .jsonl with text or chat messages) or a "
-        "dataset of the hub. rtn and int8 need none.",
+        "dataset of the hub; without it the model writes its own. rtn and int8 need none.",
         metavar="FILE|ID",
     ),
 ]

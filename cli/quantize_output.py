@@ -14,6 +14,7 @@ from llmbench.reports.format import counted, number, percent, size
 
 if TYPE_CHECKING:
     from llmbench.bench.accuracy.divergence import Quality
+    from llmbench.bench.accuracy.golden_logits import GoldenLogits
     from llmbench.quant.pipeline import QuantResult
 
 CALLED = {
@@ -63,6 +64,7 @@ def print_result(
     result: "QuantResult",
     plan: QuantPlan,
     readers: Sequence[Consumer],
+    golden: "GoldenLogits",
     evaluation: Evaluation | None,
     streams: Output,
 ) -> None:
@@ -71,7 +73,7 @@ def print_result(
     from llmbench.reports.quant_report import consumer_table, layer_table, phase_line, size_line
     from llmbench.reports.tables import render
 
-    streams.document(result_record(model, result, plan, readers, evaluation))
+    streams.document(result_record(model, result, plan, readers, golden, evaluation))
     streams.result(f"{render(layer_table(result.layers), sys.stdout)}\n")
     if result.coverage is not None:
         streams.result(f"tokens    {coverage_line(asdict(result.coverage))}")
@@ -82,6 +84,10 @@ def print_result(
     streams.result(
         f"checked   read back from the files, {counted(proof.num_layers, 'layer')} and "
         f"{counted(proof.num_tensors, 'tensor')} are what was computed"
+    )
+    streams.result(
+        f"engine    its logits of {golden.num_tokens} tokens differ by "
+        f"{number(golden.relative_error, 2)} from those of the decoded weights (float32, relative)"
     )
     if result.num_resumed_blocks:
         streams.result(f"resumed   {result.num_resumed_blocks} blocks were there from before")
@@ -101,6 +107,7 @@ def result_record(
     result: "QuantResult",
     plan: QuantPlan,
     readers: Sequence[Consumer],
+    golden: "GoldenLogits",
     evaluation: Evaluation | None,
 ) -> dict[str, Any]:
     """The result as plain JSON values."""
@@ -118,6 +125,7 @@ def result_record(
         "peak_rss_bytes": result.peak_rss_bytes,
         "num_resumed_blocks": result.num_resumed_blocks,
         "verification": strict(result.verification),
+        "golden_logits": strict(golden),
         "quality": strict(None if evaluation is None else evaluation.quality),
         "quality_protocol": None if evaluation is None else evaluation.protocol,
         "consumers": [reader.to_json() for reader in readers],

@@ -95,7 +95,11 @@ def load_calibration(
 
 
 def calibration_from_ids(
-    samples: Iterable[Sequence[int]], *, source: str = "token ids", max_seq_length: int
+    samples: Iterable[Sequence[int]],
+    *,
+    source: str = "token ids",
+    protocol: str | None = None,
+    max_seq_length: int,
 ) -> CalibrationSet:
     """Samples that are token ids already; too long ones are cut at their end, empty ones dropped.
 
@@ -117,7 +121,7 @@ def calibration_from_ids(
     return CalibrationSet(
         samples=tuple(kept),
         source=source,
-        protocol=f"rows, each cut at {max_seq_length} tokens",
+        protocol=protocol or f"rows, each cut at {max_seq_length} tokens",
         coverage=CalibrationCoverage(
             num_samples=len(kept),
             num_tokens=sum(map(len, kept)),

@@ -79,7 +79,6 @@ def small(method: Method, text: Path) -> list[str]:
     ("flags", "named"),
     [
         ([], "--output"),
-        (["-o", "OUT"], "--calibration"),
         (["-o", "OUT", "--calibration", "no-such-text.txt"], "no-such-text.txt"),
         (["-o", "OUT", "--calibration", "./no/such/text"], "no/such/text"),
         (["-o", "OUT", "--calibration", "."], "is a folder"),
@@ -138,14 +137,16 @@ def test_wrong_input_is_named_and_is_exit_code_2(
     assert not (tmp_path / "out").exists()
 
 
-def test_run_without_text_names_the_flag_and_the_methods_that_need_none(
-    zero_checkpoint: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_run_without_text_lets_the_model_write_its_own(
+    random_model: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["quantize", str(zero_checkpoint(LLAMA)), "-o", str(tmp_path / "out")]
-    assert main(arguments) == 2
-    err = capfd.readouterr().err
-    assert "--calibration FILE" in err
-    assert "rtn and int8 need none" in err
+    random_model("llama").save_pretrained(tmp_path / "base")
+    flags = ["--method", "gptq", "--group-size", "32", "--num-calibration-samples", "3"]
+    flags += ["--max-seq-length", "20", "--json"]
+    assert main(["quantize", str(tmp_path / "base"), "-o", str(tmp_path / "out"), *flags]) == 0
+    out, err = capfd.readouterr()
+    assert "the model writes its own text" in err
+    assert json.loads(out)["coverage"]["num_tokens"] == 60
 
 
 def test_mistyped_text_is_answered_with_the_file_beside_it(
