@@ -26,7 +26,7 @@ from llmbench.quant.affine import (
 )
 from llmbench.quant.config import Scheme
 
-NUM_SHARES = 20
+NUM_SHARES = 12
 LOWEST_SHARE = {2: 0.3, 3: 0.4, 4: 0.5, 8: 0.9}
 """By bits: the fewer the codes, the more is clipped by the best range."""
 NUM_REFITS = 2
