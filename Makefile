@@ -6,9 +6,10 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.llmbench-installed
 DEMO_MODEL := smollm2-135m
+PEERS := gptqmodel llmcompressor autoawq bitsandbytes
 DEMO_RESULTS := results/demo
 
-.PHONY: help setup demo test static check fix
+.PHONY: help setup demo test test-peers static check fix
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -34,6 +35,20 @@ demo: setup  ## fetch the demo model, sweep nine load points, draw the plots: a 
 test: setup  ## run the default test suite; tests of the demo model are skipped if it is out of reach
 	-@$(BIN)/llmbench models pull $(DEMO_MODEL) > /dev/null
 	$(BIN)/python -m pytest -m "not slow and not peers"
+
+test-peers: setup  ## hold checkpoints against other projects' tools (environments of 12 GB in .peers)
+	-@$(MAKE) --no-print-directory --keep-going $(PEERS:%=.peers/%/installed)
+	$(BIN)/python -m pytest -m peers tests/peers
+
+# A peer whose environment cannot be made is skipped by its tests, with that reason.
+# autoawq's build imports torch, so torch comes first and its build sees the environment.
+.peers/%/installed: tests/peers/requirements-%.txt
+	@test -x .peers/$*/bin/python || $(PYTHON) -m venv .peers/$*
+	.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check setuptools wheel \
+	  $$(grep '^torch==' $<)
+	.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  $(if $(filter autoawq,$*),--no-build-isolation) -r $<
+	@touch $@
 
 static: setup  ## format, lint and types
 	$(BIN)/ruff format --check .

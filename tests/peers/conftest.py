@@ -77,8 +77,8 @@ def peer() -> Callable[[str], Peer]:
 
     def find(name: str) -> Peer:
         found = Peer(name)
-        if not found.python.exists():
-            pytest.skip(f"no {found.python}; `make test-peers` builds the environments")
+        if not (ENVIRONMENTS / name / "installed").exists():
+            pytest.skip(f"{name} is not installed in .peers/{name}: `make test-peers` does it")
         return found
 
     return find
