@@ -47,8 +47,8 @@ NUM_RATIOS = 20
 """Steps of the grid over r (the authors' code)."""
 SCALE_FLOOR = 1e-4
 """Smallest scale before normalizing, and what keeps w_mean from dividing by 0 (likewise)."""
-CHUNK = 1 << 20
-"""Weights that are rounded at once in the search: rows enough for a matrix product."""
+CHUNK = 1 << 17
+"""Weights that are rounded at once in the search, few enough for a core's cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,10 +159,13 @@ class AWQ:
         for pair in self._pairs:
             note = self._scale(block, pair, schemes, inputs)
             notes |= dict.fromkeys(pair.next, note)
-        return {
-            name: self._quantize(block, name, scheme, inputs.get(name), notes[block.relative(name)])
-            for name, scheme in schemes.items()
-        }
+        results = {}
+        for name, scheme in schemes.items():
+            note = notes.get(
+                block.relative(name), "input not scaled: the adapter has no such layer"
+            )
+            results[name] = self._quantize(block, name, scheme, inputs.get(name), note)
+        return results
 
     def _scale(
         self,
