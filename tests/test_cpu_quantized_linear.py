@@ -208,18 +208,42 @@ def test_groups_in_any_order_of_channels(ops: CpuOps, sym: bool, activations: Ac
             assert_close(layer(x), x, weight, quantized_linear(x.float(), weight))
 
 
-@pytest.mark.parametrize("group_size", [64, -1])
-def test_two_levels_of_scales(ops: CpuOps, group_size: int) -> None:
-    weight = make_weight(48, 128, group_size=group_size, activations="int8")
-    weight = dataclasses.replace(
+def make_two_levels(
+    outputs: int, inputs: int, group_size: int, *, scales: Tensor | None = None
+) -> QuantizedWeight:
+    """QQQ's per-group weight: code times scale is rounded to 8 bits."""
+    weight = make_weight(outputs, inputs, group_size=group_size, activations="int8")
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(weight.scales.shape, generator=generator) * 15
+    return dataclasses.replace(
         weight,
-        scales=(weight.scales.float() * 200).half(),  # code times scale is a whole number
-        channel_scales=torch.rand(48, generator=torch.Generator().manual_seed(0)) / 100,
+        scales=(drawn if scales is None else scales.expand_as(drawn)).half(),
+        channel_scales=torch.rand(outputs, generator=generator) / 100,
     )
+
+
+@pytest.mark.parametrize("group_size", [16, 64, -1])
+def test_two_levels_of_scales(ops: CpuOps, group_size: int) -> None:
+    for outputs, inputs in ((48, 128), (100, 384)):
+        weight = make_two_levels(outputs, inputs, group_size)
+        layer = ops.make_quantized_linear(weight, None)
+        assert isinstance(layer, CpuQuantizedLinear)
+        x = draw(130, inputs)
+        together = layer(x)
+        assert_close(together, x, weight, quantized_linear(x.float(), weight))
+        for rows in ROWS:
+            assert torch.equal(layer(x[:rows]), together[:rows])
+
+
+@pytest.mark.parametrize("scale", [2.5, 0.5, 15.9375, 17.0, 40.0])
+def test_wide_integers_are_rounded_and_clipped_as_the_definition_does(
+    ops: CpuOps, scale: float
+) -> None:
+    """Halves go to the even integer, and what exceeds 8 bits is clipped."""
+    weight = make_two_levels(32, 64, 32, scales=torch.tensor(scale))
+    x = torch.eye(64).bfloat16()
     layer = ops.make_quantized_linear(weight, None)
-    for rows in (1, 20):
-        x = draw(rows, 128)
-        assert_close(layer(x), x, weight, quantized_linear(x.float(), weight))
+    assert torch.equal(layer(x), quantized_linear(x.float(), weight).bfloat16())
 
 
 @pytest.mark.parametrize("bits", [4, 8])

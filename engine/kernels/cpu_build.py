@@ -45,6 +45,7 @@ SOURCES = (
     "cpu_quantized_inputs.h",
     "cpu_quantized_tiles.h",
     "cpu_tiles.h",
+    "cpu_two_levels.h",
     "cpu_vector.h",
 )
 FLAGS = (

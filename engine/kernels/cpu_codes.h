@@ -29,6 +29,7 @@ struct QuantizedCall {
     int64_t scale_type;
     int64_t has_zeros;  // else each zero is the middle code
     int64_t int8_activations;
+    const float* channel_scales;  // two levels of scales (cpu_two_levels.h); null: one
 };
 
 namespace {
@@ -47,6 +48,12 @@ inline int64_t packed_inputs(const QuantizedCall& call) { return call.groups * c
 
 // Bits by which code k of a lane is shifted.
 constexpr int lane_shift(int bits, int k) { return bits * (k / 2) + 16 * (k % 2); }
+
+// The records of a pair of blocks.
+inline const uint8_t* records_of(const QuantizedCall& call, const RecordLayout& layout,
+                                 int64_t pair) {
+    return reinterpret_cast<const uint8_t*>(call.linear.weight) + pair * call.groups * layout.size;
+}
 
 // Row-major codes [outputs, inputs] -> lines; `lift` is added to each code.
 inline void pack_codes(const QuantizedCall& call, uint8_t* to, const uint8_t* codes, int64_t lift,
@@ -97,10 +104,6 @@ inline vi load_zeros(const RecordLayout& layout, const uint8_t* record, int v) {
 #else
     return __builtin_convertvector(read<vh>(zeros), vi);
 #endif
-}
-
-inline const uint8_t* call_weight(const QuantizedCall& call) {
-    return reinterpret_cast<const uint8_t*>(call.linear.weight);
 }
 
 // What the products of one kind are made of. An operand is a lane of 32 bits an output; `x` is

@@ -10,7 +10,7 @@
 // so that a row's result has the same bits in any batch.
 #pragma once
 
-#include "cpu_quantized_inputs.h"
+#include "cpu_two_levels.h"
 
 namespace {
 
@@ -43,12 +43,12 @@ struct GroupOutputs {
 };
 
 template <class U, int BITS>
-void unpack_group(const uint8_t* codes, int64_t group_size, uint8_t* to) {
+void unpack_group(const uint8_t* codes, int64_t group_size, uint8_t* to, bool prefetch) {
     constexpr int operands = U::template PER_LINE<BITS>;
     for (int64_t line = 0; line < group_size * BITS / 32; line++, codes += PAIR_OUTPUTS * 4)
         for (int v = 0; v < VECTORS; v++) {
             vu codes_of = read<vu>(codes + v * VECTOR_BYTES);
-            prefetch_page_ahead(codes + v * VECTOR_BYTES);
+            if (prefetch) prefetch_page_ahead(codes + v * VECTOR_BYTES);
             for (int k = 0; k < operands; k++)
                 write(to + (line * operands + k) * PAIR_OUTPUTS * 4 + v * VECTOR_BYTES,
                       U::template get<BITS>(codes_of, k));
@@ -126,14 +126,9 @@ void dot_some(const QuantizedCall& call, const Inputs& in, const PairOfBlocks& p
     }
 }
 
-template <class U, int BITS>
-void unpack_pair(const QuantizedCall& call, const RecordLayout& layout, PairOfBlocks& pair) {
-    int64_t bytes = packed_inputs(call) / U::INPUTS_EACH * PAIR_OUTPUTS * 4;
-    uint8_t* to = reinterpret_cast<uint8_t*>(operand_scratch.floats(size_t(bytes / 4)));
-    for (int64_t g = 0; g < call.groups; g++)
-        unpack_group<U, BITS>(pair.records + g * layout.size + layout.codes, call.group_size,
-                              to + bytes / call.groups * g);
-    pair.unpacked = to;
+// This thread's memory for operands.
+inline uint8_t* operand_memory(int64_t bytes) {
+    return reinterpret_cast<uint8_t*>(operand_scratch.floats(size_t(bytes + 3) / 4));
 }
 
 template <class U, int BITS>
@@ -141,9 +136,13 @@ void dot_pairs(const QuantizedCall& call, const Inputs& in, int64_t first, int64
     const RecordLayout layout(call);
     constexpr bool is_unpacked_as_it_is = U::INPUTS_EACH == 4 && BITS == 8;
     bool is_unpacked = call.linear.rows > 2 * MOST_ROWS && !is_unpacked_as_it_is;
+    int64_t group_bytes = call.group_size / U::INPUTS_EACH * PAIR_OUTPUTS * 4;
+    uint8_t* memory = is_unpacked ? operand_memory(call.groups * group_bytes) : nullptr;
     for (int64_t i = first; i < last; i++) {
-        PairOfBlocks pair{call_weight(call) + i * call.groups * layout.size, nullptr, i};
-        if (is_unpacked) unpack_pair<U, BITS>(call, layout, pair);
+        PairOfBlocks pair{records_of(call, layout, i), memory, i};
+        for (int64_t g = 0; is_unpacked && g < call.groups; g++)
+            unpack_group<U, BITS>(pair.records + g * layout.size + layout.codes, call.group_size,
+                                  memory + g * group_bytes, true);
         for (int64_t row = 0; row < call.linear.rows; row += MOST_ROWS) {
             int64_t left = call.linear.rows - row, rows = left < MOST_ROWS ? left : MOST_ROWS;
             if (is_unpacked)
@@ -153,5 +152,23 @@ void dot_pairs(const QuantizedCall& call, const Inputs& in, int64_t first, int64
         }
     }
 }
+
+#if HAS_TWO_LEVELS
+// `whole` is the call whose one group is the whole row.
+inline void dot_two_levels(const QuantizedCall& call, const QuantizedCall& whole, const Inputs& in,
+                           int64_t first, int64_t last) {
+    const RecordLayout layout(call);
+    uint8_t* memory = operand_memory(packed_inputs(call) * PAIR_OUTPUTS);
+    for (int64_t i = first; i < last; i++) {
+        unpack_two_levels(call, layout, records_of(call, layout, i), memory);
+        const float* scales = call.channel_scales + i * PAIR_OUTPUTS;
+        PairOfBlocks pair{reinterpret_cast<const uint8_t*>(scales), memory, i};
+        for (int64_t row = 0; row < call.linear.rows; row += MOST_ROWS) {
+            int64_t left = call.linear.rows - row, rows = left < MOST_ROWS ? left : MOST_ROWS;
+            dot_some<ByteOperands, 0>(whole, in, pair, row, rows, false);
+        }
+    }
+}
+#endif
 
 }  // namespace

@@ -71,7 +71,8 @@ inline int32_t integer_sum(vi x) {
 #endif
 }
 
-// One row rounded to 8 bits (quantize_activations in quant/linear.py); returns its scale.
+// One row rounded to 8 bits (quantize_activations in quant/linear.py), in the order of operands of
+// codes of BITS; returns its scale.
 template <int BITS>
 float quantize_row(const QuantizedCall& call, const bf16* x, int8_t* to, int32_t* group_sums) {
     float scale = largest(x, packed_inputs(call)) / 127.0f;
@@ -96,7 +97,7 @@ float quantize_row(const QuantizedCall& call, const bf16* x, int8_t* to, int32_t
             }
 #endif
         }
-        group_sums[g] = integer_sum(total) * (call.has_zeros ? 1 : 1 << (BITS - 1));
+        group_sums[g] = integer_sum(total) * (call.has_zeros ? 1 : 1 << (call.bits - 1));
     }
     return scale;
 }

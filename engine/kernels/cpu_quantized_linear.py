@@ -47,6 +47,7 @@ class _QuantizedCall(LinearCall):
         ("scale_type", ctypes.c_int64),
         ("has_zeros", ctypes.c_int64),
         ("int8_activations", ctypes.c_int64),
+        ("channel_scales", ctypes.c_void_p),
     )
 
 
@@ -58,12 +59,18 @@ def unsupported_weight(weight: QuantizedWeight) -> str | None:
         return f"the weight is on {weight.codes.device}"
     if weight.in_features > _MOST_INPUTS:
         return f"{weight.in_features} inputs are more than {_MOST_INPUTS}"
-    if weight.channel_scales is None and weight.group_size != PER_CHANNEL:
-        if weight.group_size % _GROUP_STEP:
-            return f"group_size {weight.group_size} is no multiple of {_GROUP_STEP}"
-        members = torch.bincount(weight.group_of_channel(), minlength=weight.num_groups)
-        if int(members.max()) > weight.group_size:
-            return f"g_idx puts {int(members.max())} inputs into a group of {weight.group_size}"
+    # Two levels of scales can become one.
+    return None if weight.channel_scales is not None else _unsupported_groups(weight)
+
+
+def _unsupported_groups(weight: QuantizedWeight) -> str | None:
+    if weight.group_size == PER_CHANNEL:
+        return None
+    if weight.group_size % _GROUP_STEP:
+        return f"group_size {weight.group_size} is no multiple of {_GROUP_STEP}"
+    most = int(torch.bincount(weight.group_of_channel()).max())
+    if most > weight.group_size:
+        return f"g_idx puts {most} inputs into a group of {weight.group_size}"
     return None
 
 
@@ -80,7 +87,7 @@ class CpuQuantizedLinear(PackedLinear):
         gated: bool = False,
     ) -> None:
         """Pack a weight [N, C] that has no `unsupported_weight`; the rest as in `CpuLinear`."""
-        codes = _Codes.of(weight)
+        codes = _Codes.of(weight, can_keep_levels=bool(library.multiplies_two_levels()))
         rows, self.inputs = weight.out_features, weight.in_features
         self.outputs = rows // 2 if gated else rows
         self._gated = gated
@@ -96,25 +103,28 @@ class CpuQuantizedLinear(PackedLinear):
         self.weight[..., : scales.shape[-1]] = scales
         if zeros is not None:
             self.weight[..., scales.shape[-1] : header] = zeros
-        self.columns = codes.columns
-        self.weight_bytes = self.weight.nbytes
-        if self.columns is not None:
-            self.weight_bytes += self.columns.nbytes
+        self.columns, self.channel_scales = codes.columns, None
+        if codes.channel_scales is not None:
+            packed = codes.channel_scales[order.clamp(min=0)]
+            self.channel_scales = packed.masked_fill(order < 0, 0).contiguous()
+        parts = (self.weight, self.columns, self.channel_scales)
+        self.weight_bytes = sum(part.nbytes for part in parts if part is not None)
         self.bias = None if bias is None else packed_bias(bias, order.numel(), gated=gated)
         self._call = _QuantizedCall(
             weight=self.weight.data_ptr(),
-            bias=None if self.bias is None else self.bias.data_ptr(),
+            bias=_address(self.bias),
             inputs=self.inputs,
             outputs=rows,
             activation=-1 if activation is None else ACTIVATION_CODES[activation],
             gated=gated,
-            columns=None if self.columns is None else self.columns.data_ptr(),
+            columns=_address(self.columns),
             bits=codes.bits,
             group_size=codes.group_size,
             groups=scales.shape[1],
             scale_type=_SCALE_TYPES[codes.scales.dtype],
             has_zeros=zeros is not None,
             int8_activations=weight.activations == "int8",
+            channel_scales=_address(self.channel_scales),
         )
         pack: Any = library.pack_codes
         pack.argtypes = (ctypes.c_void_p,) * 3 + (ctypes.c_int64,) * 2
@@ -147,20 +157,35 @@ class _Codes:
     zeros: Tensor | None
     group_size: int
     columns: Tensor | None
+    channel_scales: Tensor | None
 
     @classmethod
-    def of(cls, weight: QuantizedWeight) -> "_Codes":
+    def of(cls, weight: QuantizedWeight, *, can_keep_levels: bool) -> "_Codes":
+        """Without `can_keep_levels` two levels of scales become 8-bit codes with one."""
         row = -(-weight.in_features // _ROW_STEP) * _ROW_STEP
-        if weight.channel_scales is not None:
-            # Both levels in one: 8-bit integers with a scale a row.
+        if weight.channel_scales is not None and not (can_keep_levels and _keeps_levels(weight)):
             codes = (weight.int8_weight().to(torch.int16) + INT8_MAX + 1).to(torch.uint8)
-            return cls(8, codes, 0, _narrowed(weight.channel_scales[:, None]), None, row, None)
+            scales = _narrowed(weight.channel_scales[:, None])
+            return cls(8, codes, 0, scales, None, row, None, None)
         bits = 4 if weight.bits <= 4 else 8
-        lift = (1 << (bits - 1)) - weight.middle if weight.sym else 0
-        size = row if weight.group_size == PER_CHANNEL else weight.group_size
         return cls(
-            bits, weight.codes, lift, _narrowed(weight.scales), weight.zeros, size, _columns(weight)
+            bits,
+            weight.codes,
+            (1 << (bits - 1)) - weight.middle if weight.sym else 0,
+            _narrowed(weight.scales),
+            weight.zeros,
+            row if weight.group_size == PER_CHANNEL else weight.group_size,
+            _columns(weight),
+            weight.channel_scales,
         )
+
+
+def _keeps_levels(weight: QuantizedWeight) -> bool:
+    """Whether the kernels make a weight's 8-bit integers from its 4-bit codes as they go."""
+    if weight.group_size == PER_CHANNEL or _unsupported_groups(weight) is not None:
+        return False
+    packed = weight.num_groups * weight.group_size
+    return weight.bits == 4 and weight.sym and packed % _ROW_STEP == 0
 
 
 def _narrowed(scales: Tensor) -> Tensor:
@@ -185,6 +210,10 @@ def _columns(weight: QuantizedWeight) -> Tensor | None:
     columns = torch.full((weight.num_groups, weight.group_size), -1, dtype=torch.int32)
     columns[group[order], place] = order.to(torch.int32)
     return columns.flatten()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _packed_rows(rows: int, *, gated: bool) -> Tensor:

@@ -48,66 +48,108 @@ class TilePairs {
     using Product = TileProduct<U, BITS>;
     using Sum = typename U::Sum;
 
-    TilePairs(const QuantizedCall& shared, const Inputs& in)
-        : call_(shared), in_(in), layout_(shared), rows_(shared.linear.rows),
+    // With two levels of scales `shared` is the call whose one group is the whole row, and
+    // `two_levels` the other.
+    TilePairs(const QuantizedCall& shared, const Inputs& in,
+              const QuantizedCall* two_levels = nullptr)
+        : call_(shared), in_(in), layout_(shared), two_levels_(two_levels),
+          rows_(shared.linear.rows), rest_(rows_ % TILE_ROWS), whole_(rows_ - rest_),
           units_(shared.group_size / U::INPUTS_EACH),
-          step_(units_ % 16 == 0 ? 16 : units_ % 8 == 0 ? 8 : 4), group_bytes_(units_ * LINE) {
-        size_t operands = Product::is_unpacked ? size_t(CHUNK * group_bytes_ / 4) : 0;
-        size_t totals = size_t(rows_ * PAIR_OUTPUTS);
-        float* memory = operand_scratch.floats(operands + totals);
+          step_(units_ % 16 == 0 ? 16 : units_ % 8 == 0 ? 8 : 4), group_bytes_(units_ * LINE),
+          whole_config_(rows_config(TILE_ROWS, step_)),
+          rest_config_(rows_config(rest_ ? rest_ : TILE_ROWS, step_)) {
+        int64_t chunks = (call_.groups + CHUNK - 1) / CHUNK;
+        chunk_ = (call_.groups + chunks - 1) / chunks;
+        int64_t totals = call_.groups > 1 ? rows_ * PAIR_OUTPUTS * 4 : 0;
+        bool is_unpacked = Product::is_unpacked || two_levels;
+        uint8_t* memory = operand_memory(totals + (is_unpacked ? chunk_ * group_bytes_ : 0));
         totals_ = reinterpret_cast<vf*>(memory);
-        operands_ = reinterpret_cast<uint8_t*>(memory + totals);
+        operands_ = is_unpacked ? memory + totals : nullptr;
     }
 
     void run(int64_t first, int64_t last) {
-        int64_t rest = rows_ % TILE_ROWS, whole = rows_ - rest;
-        const TileConfig whole_config = rows_config(TILE_ROWS, step_);
-        const TileConfig rest_config = rows_config(rest ? rest : TILE_ROWS, step_);
-        Tiles tiles(whole ? whole_config : rest_config);
-        for (int64_t i = first; i < last; i++) {
-            records_ = call_weight(call_) + i * call_.groups * layout_.size;
-            index_ = i;
-            for (int64_t r = 0; call_.groups > 1 && r < rows_ * PAIR; r++) totals_[r] = vf{};
-            for (int64_t g = 0; g < call_.groups; g += CHUNK) {
-                int64_t groups = call_.groups - g < CHUNK ? call_.groups - g : CHUNK;
-                if (Product::is_unpacked) unpack(g, groups);
-                if (whole && rest && (i > first || g)) _tile_loadconfig(&whole_config);
-                for (int64_t row = 0; row < whole; row += TILE_ROWS) {
-                    if (call_.groups == 1) {
-                        bool is_double = row + 2 * TILE_ROWS <= whole;
-                        is_double ? multiply_row<2>(row, TILE_ROWS) : multiply_row<1>(row, TILE_ROWS);
-                        row += is_double ? TILE_ROWS : 0;
-                        continue;
-                    }
-                    for (int b = 0; b < PAIR; b++)
-                        groups == CHUNK ? multiply<TILE_ROWS, CHUNK>(row, TILE_ROWS, b, g, CHUNK)
-                                        : multiply<TILE_ROWS, 0>(row, TILE_ROWS, b, g, groups);
-                }
-                if (!rest) continue;
-                if (whole) _tile_loadconfig(&rest_config);
-                if (call_.groups == 1) {
-                    multiply_row<1>(whole, rest);
-                    continue;
-                }
-                for (int b = 0; b < PAIR; b++) multiply<0, 0>(whole, rest, b, g, groups);
-            }
-            if (call_.groups == 1) continue;
-            if (in_.token_scales)
-                for (int64_t r = 0; r < rows_; r++)
-                    for (int b = 0; b < PAIR; b++) totals_[r * PAIR + b] *= in_.token_scales[r];
-            emit_rows(call_.linear, 0, rows_, i, reinterpret_cast<const float*>(totals_));
+        Tiles tiles(whole_ ? whole_config_ : rest_config_);
+        for (index_ = first; index_ < last; index_++) {
+            if (call_.groups == 1)
+                multiply_row();
+            else
+                multiply_groups();
+            if (whole_ && rest_) _tile_loadconfig(&whole_config_);
         }
     }
 
   private:
+    // A weight whose one group is the whole row: two tiles of rows by both blocks at once.
+    void multiply_row() {
+        if (two_levels_) {
+            unpack_wide();
+        } else {
+            records_ = records_of(call_, layout_, index_);
+            if (Product::is_unpacked) unpack(0, 1);
+            read_ahead(1, (whole_ + TILE_ROWS) / (2 * TILE_ROWS) + (rest_ > 0));
+        }
+        int64_t row = 0;
+        for (; row + 2 * TILE_ROWS <= whole_; row += 2 * TILE_ROWS)
+            multiply_blocks<2>(row, TILE_ROWS);
+        if (row < whole_) multiply_blocks<1>(row, TILE_ROWS);
+        if (!rest_) return;
+        if (whole_) _tile_loadconfig(&rest_config_);
+        multiply_blocks<1>(whole_, rest_);
+    }
+
+    void multiply_groups() {
+        records_ = records_of(call_, layout_, index_);
+        for (int64_t r = 0; r < rows_ * PAIR; r++) totals_[r] = vf{};
+        for (int64_t g = 0, groups; g < call_.groups; g += groups) {
+            groups = call_.groups - g < chunk_ ? call_.groups - g : chunk_;
+            if (Product::is_unpacked) unpack(g, groups);
+            read_ahead(g + groups, PAIR * (whole_ / TILE_ROWS + (rest_ > 0)));
+            if (whole_ && rest_ && g) _tile_loadconfig(&whole_config_);
+            for (int64_t row = 0; row < whole_; row += TILE_ROWS)
+                for (int b = 0; b < PAIR; b++) multiply<TILE_ROWS>(row, TILE_ROWS, b, g, groups);
+            if (!rest_) continue;
+            if (whole_) _tile_loadconfig(&rest_config_);
+            for (int b = 0; b < PAIR; b++) multiply<0>(whole_, rest_, b, g, groups);
+        }
+        if (in_.token_scales)
+            for (int64_t r = 0; r < rows_; r++)
+                for (int b = 0; b < PAIR; b++) totals_[r * PAIR + b] *= in_.token_scales[r];
+        emit_rows(call_.linear, 0, rows_, index_, reinterpret_cast<const float*>(totals_));
+    }
+
     const uint8_t* record(int64_t g) const { return records_ + g * layout_.size; }
+
+    void unpack_wide() {
+#if HAS_TWO_LEVELS
+        const RecordLayout layout(*two_levels_);
+        unpack_two_levels(*two_levels_, layout, records_of(*two_levels_, layout, index_),
+                          operands_);
+        finish_stores();
+#endif
+        records_ = reinterpret_cast<const uint8_t*>(two_levels_->channel_scales +
+                                                    index_ * PAIR_OUTPUTS);
+    }
+
+    // Lets the products of this chunk, `passes` over its tiles, ask for the records from group
+    // `first` on, as many as a chunk has: memory is read while the tile unit multiplies.
+    void read_ahead(int64_t first, int64_t passes) {
+        int64_t bytes = chunk_ * layout_.size, steps = passes * chunk_ * (units_ / step_);
+        ahead_ = record(first);
+        ahead_end_ = ahead_ + bytes;
+        ahead_step_ = round_up(bytes / steps + 1, 64);
+    }
+
+    void prefetch_ahead() {
+        const uint8_t* end = ahead_ + ahead_step_ < ahead_end_ ? ahead_ + ahead_step_ : ahead_end_;
+        for (; ahead_ < end; ahead_ += 64) __builtin_prefetch(ahead_, 0, 2);
+    }
 
     void unpack(int64_t first, int64_t groups) {
         for (int64_t i = 0; i < groups; i++) {
             const uint8_t* from = record(first + i);
             uint8_t* to = operands_ + i * group_bytes_;
             if (!Product::is_corrected) {
-                unpack_group<U, BITS>(from + layout_.codes, call_.group_size, to);
+                unpack_group<U, BITS>(from + layout_.codes, call_.group_size, to, false);
                 continue;
             }
             vi zeros[VECTORS];
@@ -117,7 +159,6 @@ class TilePairs {
             for (int64_t u = 0; u < units_; u += 2, from += LINE)
                 for (int v = 0; v < VECTORS; v++) {
                     vu codes = read<vu>(from + v * 64);
-                    prefetch_page_ahead(from + v * 64);
                     for (int k = 0; k < 2; k++)
                         write(to + (u + k) * LINE + v * 64,
                               _mm512_sub_epi8((__m512i)U::template get<BITS>(codes, k),
@@ -128,13 +169,12 @@ class TilePairs {
     }
 
     // Adds the products of `groups` groups from `first` on, for one block and up to 16 rows.
-    template <int ROWS, int GROUPS>
+    // ROWS is 16, or 0 for any number.
+    template <int ROWS>
     void multiply(int64_t row, int64_t rows, int b, int64_t first, int64_t groups) {
-        if (GROUPS) groups = GROUPS;
         const float* x = in_.units + row * in_.stride + first * units_;
         const uint8_t* weight = Product::is_unpacked ? operands_ : record(first) + layout_.codes;
         int64_t weight_step = Product::is_unpacked ? group_bytes_ : layout_.size;
-        bool is_first = !Product::is_unpacked && row == 0 && b == 0;
         weight += b * 64;
 #define MULTIPLY(I, LEFT, RIGHT)                                                     \
     if (groups > I) {                                                                \
@@ -142,9 +182,7 @@ class TilePairs {
         const uint8_t* right = weight + I * weight_step;                             \
         _tile_zero(I);                                                               \
         for (int64_t u = 0; u < units_; u += step_) {                                \
-            if (is_first)                                                            \
-                for (int64_t line = 0; line < step_ * LINE; line += 64)              \
-                    prefetch_page_ahead(right + u * LINE + line);                    \
+            prefetch_ahead();                                                        \
             _tile_loadd(LEFT, left + u, in_.stride * 4);                             \
             _tile_loadd(RIGHT, right + u * LINE, LINE);                              \
             TILE_MULTIPLY_ADD(I, LEFT, RIGHT);                                       \
@@ -184,13 +222,12 @@ class TilePairs {
         }
     }
 
-    // The products of one group, the whole row of the weight: N tiles of rows by both blocks.
+    // N tiles of rows by both blocks, over a whole row of the weight.
     template <int N>
-    void multiply_row(int64_t row, int64_t rows) {
+    void multiply_blocks(int64_t row, int64_t rows) {
         const float* x = in_.units + row * in_.stride;
         const float* x1 = x + TILE_ROWS * in_.stride;
-        const uint8_t* weight = Product::is_unpacked ? operands_ : records_ + layout_.codes;
-        bool is_first = !Product::is_unpacked && row == 0;
+        const uint8_t* weight = operands_ ? operands_ : records_ + layout_.codes;
         _tile_zero(0);
         _tile_zero(1);
         if (N > 1) {
@@ -199,9 +236,7 @@ class TilePairs {
         }
         for (int64_t u = 0; u < units_; u += step_) {
             const uint8_t* right = weight + u * LINE;
-            if (is_first)
-                for (int64_t line = 0; line < step_ * LINE; line += 64)
-                    prefetch_page_ahead(right + line);
+            prefetch_ahead();
             _tile_loadd(4, x + u, in_.stride * 4);
             _tile_loadd(6, right, LINE);
             TILE_MULTIPLY_ADD(0, 4, 6);
@@ -244,9 +279,11 @@ class TilePairs {
     const QuantizedCall call_;  // copies that no store can change
     const Inputs in_;
     const RecordLayout layout_;
-    const int64_t rows_, units_, step_, group_bytes_;
-    const uint8_t* records_ = nullptr;
-    int64_t index_ = 0;
+    const QuantizedCall* const two_levels_;
+    const int64_t rows_, rest_, whole_, units_, step_, group_bytes_;
+    const TileConfig whole_config_, rest_config_;
+    int64_t chunk_, index_ = 0, ahead_step_ = 64;
+    const uint8_t *records_ = nullptr, *ahead_ = nullptr, *ahead_end_ = nullptr;
     uint8_t* operands_;
     vf* totals_;
     alignas(64) Sum sums_[CHUNK][TILE_ROWS];
