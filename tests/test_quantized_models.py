@@ -493,11 +493,11 @@ def test_compiled_kernels_stay_within_the_rounding_of_bfloat16(
         pytest.skip(str(error))
     expected = made.logits()
 
-    def error(model: Any) -> float:
+    def error_of(model: Any) -> float:
         found = logits_in_pieces(model, PROMPT, [5, 1, 18])
         return float((found - expected).norm() / expected.norm())
 
     # Rounded activations multiply what bfloat16 loses, in torch's kernels as in ours.
-    plain = error(load(made.folder, dtype="bfloat16").model)
-    assert error(loaded.model) < 1.5 * plain + 0.01
+    plain = error_of(load(made.folder, dtype="bfloat16").model)
+    assert error_of(loaded.model) < 1.5 * plain + 0.01
     assert plain < 0.2
