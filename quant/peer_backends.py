@@ -124,9 +124,9 @@ def _find(peer: Peer, python: Path | None) -> Path:
     if MISSING in probe.stderr:
         raise _not_installed(peer, f"the environment of {python}")
     if probe.returncode != 0:
-        error = QuantError(f"{python} does not run as a Python interpreter")
-        error.add_note(_tail(probe.stderr) or f"its exit code is {probe.returncode}")
-        raise error
+        refused = QuantError(f"{python} does not run as a Python interpreter")
+        refused.add_note(_tail(probe.stderr) or f"its exit code is {probe.returncode}")
+        raise refused
     return python
 
 

@@ -86,7 +86,8 @@ def _config_group(job: dict[str, Any]) -> dict[str, Any]:
 
 def gptqmodel(job: dict[str, Any]) -> None:
     """GPTQ, AWQ or QQQ, saved in each method's own format."""
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", str(job["threads"]))
+    # With one, it refuses its own pool of two loaders; by itself it takes one a core.
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", str(max(2, job["threads"])))
     import torch
     from gptqmodel import GPTQModel, QuantizeConfig
 

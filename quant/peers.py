@@ -166,12 +166,16 @@ AUTO_GPTQ = Peer(
         "spring, 4.40.2 and 0.10.0, torch 2.13.0"
     ),
     caveat=(
-        "pip installs it beside newer versions, but `import auto_gptq` fails with transformers "
-        "5.24.0 and 4.46; it is no longer maintained and its authors point to gptqmodel, which "
-        "reads and writes the same files"
+        "it quantizes on a CUDA GPU only; pip installs it beside newer versions, but `import "
+        "auto_gptq` fails there (tried: transformers 5.24.0 and 4.46); it is no longer "
+        "maintained, and gptqmodel, to which its authors point, writes the same files"
     ),
     known_failures={
-        "no_init_weights": "auto-gptq needs transformers.modeling_utils of before 5: see above",
+        "requires CUDA available": (
+            "auto-gptq quantizes on a GPU only: gptqmodel and llmbench's own `--method gptq` do "
+            "it on a CPU, into the same files"
+        ),
+        "cannot import name": "it is installed beside versions that it does not work with",
     },
 )
 

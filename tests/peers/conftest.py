@@ -14,7 +14,7 @@ from torch import Tensor
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENTS = REPOSITORY / ".peers"
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 5, 6, 7, 200]
-SAMPLES = [[random.Random(row).randrange(2, 256) for _ in range(64)] for row in range(16)]
+NUM_SAMPLES, SAMPLE_LENGTH = 16, 64
 READ_BY = {
     "gptqmodel": "gptqmodel",
     "transformers": "gptqmodel",
@@ -162,4 +162,5 @@ def engine_logits(logits_in_pieces: Callable[..., Tensor]) -> Callable[[Path], T
 @pytest.fixture(scope="session")
 def samples() -> list[list[int]]:
     """Calibration tokens: bytes at random."""
-    return SAMPLES
+    rng = random.Random(0)
+    return [[rng.randrange(2, 258) for _ in range(SAMPLE_LENGTH)] for _ in range(NUM_SAMPLES)]
