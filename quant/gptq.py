@@ -53,7 +53,10 @@ B = 64
 """Columns of a block (lazy batch updates, section 3.3, step 2); half the paper's 128, since a
 block of all rows then stays in a CPU core's cache."""
 SWEEPS = 2
-"""Refinements after the last column; a third gains less than 0.5 % of the error."""
+"""Refinements after the last column; the first lowers a layer's error by 4 %, the second by 1.6 %,
+a third by 0.9 %."""
+EMPTY_SCALE = 2.0**15
+"""Of a group of zeros while others are quantized: float16 holds it, no weight comes near it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,7 +121,7 @@ def gptq_quantize(
     # A group of zeros stays zero: with so large a scale nothing that other columns pass on to it
     # comes near a step.
     is_empty = (groups == 0).all(dim=-1)  # [N, G]
-    params = _with_scales(params, is_empty, torch.finfo(scale_dtype).max)
+    params = _with_scales(params, is_empty, EMPTY_SCALE)
     codes = _walk(live, order, factor, params)
 
     damped = H + factor.added * torch.eye(len(H), device=H.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -104,6 +104,7 @@ def test_codes_are_those_of_the_direct_solution(
     assert found.weight.g_idx is None
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     bits=st.sampled_from(BITS),
     group_size=st.sampled_from([8, 32, PER_CHANNEL]),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ def errors(W: Tensor, H: Tensor, codes: Tensor, params: AffineParams) -> Tensor:
     return row_errors((W - dequantized(codes, params)).double(), H.double())
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 1000),
     sym=st.booleans(),
@@ -43,6 +44,7 @@ def test_refitted_scales_are_no_worse_in_any_row(seed: int, sym: bool, dtype: to
     assert (after <= before * (1 + 1e-5)).all()
 
 
+@settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 1000), sym=st.booleans(), bits=st.sampled_from([2, 3, 4, 8]))
 def test_a_sweep_is_no_worse_in_any_row(seed: int, sym: bool, bits: int) -> None:
     W, H, codes, params = problem(seed, bits=bits, sym=sym)

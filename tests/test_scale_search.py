@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,6 +27,7 @@ def error(groups: Tensor, params: AffineParams, importance: Tensor | None = None
     return (squared if importance is None else squared * importance).sum(dim=-1)
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     bits=st.sampled_from(BITS),
     sym=st.booleans(),
