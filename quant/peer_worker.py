@@ -138,6 +138,24 @@ def autoawq(job: dict[str, Any]) -> None:
     length = max(len(row) for row in job["samples"])
     pieces = list(joined[: len(joined) // length * length].view(-1, 1, length))
     quantizer.get_calib_dataset = lambda *_, **__: pieces
+
+    class Restoring(quantizer.AwqQuantizer):  # type: ignore[misc]
+        """Keeps copies of the weights that each step of the scale search starts from.
+
+        autoawq keeps `.cpu()` of them, which on a CPU are the very tensors that it goes on to
+        scale and round, so that every step would start from the last one's weights.
+        """
+
+        def _compute_best_scale(
+            self, x: Any, w_mean: Any, x_mean: Any, module: Any, *rest: Any, **options: Any
+        ) -> Any:
+            plain = module.state_dict
+            module.state_dict = lambda: {name: kept.clone() for name, kept in plain().items()}
+            try:
+                return super()._compute_best_scale(x, w_mean, x_mean, module, *rest, **options)
+            finally:
+                del module.state_dict
+
     # Half precision, its default, is slow on CPUs that have no instructions for it.
     dtype = torch.float16 if torch.cuda.is_available() else torch.float32
     model = AutoAWQForCausalLM.from_pretrained(
@@ -149,6 +167,7 @@ def autoawq(job: dict[str, Any]) -> None:
         quant_config=layout,
         max_calib_samples=len(pieces),
         max_calib_seq_len=length,
+        quantizer_cls=Restoring,
     )
     model.save_quantized(job["output"])
 

@@ -142,7 +142,10 @@ AUTOAWQ = Peer(
         "transformers==5.24.0 autoawq==0.2.9",
     ),
     works_with="autoawq 0.2.9 (its last release), torch 2.13.0, transformers 5.24.0",
-    caveat="no longer maintained; on a CPU it takes many minutes for the smallest models",
+    caveat=(
+        "no longer maintained; on a CPU it takes many minutes for the smallest models, and its "
+        "search is right only with the copies of weights that llmbench has it keep there"
+    ),
     known_failures={
         "AssertionError": (
             "its clip search wants out_features that are multiples of 64, and its groups "
