@@ -122,9 +122,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
             kv_bytes_per_token = model.kv_bytes_per_token
         if stored is not None and stored.quantized is not None and SLOW_KERNEL in model.kernel:
             logger.warning(
-                "no fast kernel for some layers (%s): their weights are dequantized at every "
-                "call, which is slow",
+                "no fast kernel in %s for some layers (%s): their weights are dequantized at "
+                "every call, which is slow%s",
+                str(dtype).removeprefix("torch."),
                 ", ".join(stored.facts["schemes"]) if stored.facts else "",
+                "; --dtype bfloat16 has more kernels" if dtype is torch.float32 else "",
             )
         tokenizer = _load_tokenizer(config, folder, hf_config)
         text = text_config(hf_config)
