@@ -1,5 +1,7 @@
 """`llmbench quantize`: a checkpoint in, a smaller one out, with a plan before and a proof after."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +25,7 @@ from llmbench.cli.output import Output
 from llmbench.cli.progress import Progress
 from llmbench.cli.quantize_checks import (
     check_calibration,
+    check_can_read,
     check_output,
     check_text,
     refuse_idle_settings,
@@ -45,7 +48,12 @@ if TYPE_CHECKING:
     from llmbench.quant.pipeline import Progress as BlockProgress
     from llmbench.quant.pipeline import QuantResult
 
-STAGES = {"quantize": "quantizing", "save": "saving", "verify": "verifying"}
+STAGES = {
+    "quantize": "quantizing",
+    "save": "saving",
+    "verify": "reading back",
+    "check": "running it in the engine",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -126,8 +134,8 @@ def quantize_command(
     folder = resolve_folder(model)
     if not dry_run:
         output = check_output(output, folder)
-        check_calibration(calibration, config)
-        check_text(evaluate, "--evaluate")
+    check_calibration(calibration, config)
+    check_text(evaluate, "--evaluate")
     if backend != "llmbench":
         _with_peer(folder, output, config, ctx, streams)
         return
@@ -137,10 +145,11 @@ def quantize_command(
         print_plan(plan, readers, streams)
         return
     assert output is not None, "check_output has seen to it"
+    check_can_read(folder, calibration, evaluate)
     _set_threads(num_threads)
     streams.note(f"{counted(len(plan.quantized), 'layer')} to {plan.format} ({plan.format_reason})")
     result, golden = _run(folder, output, plan, ctx, streams)
-    evaluation = None if evaluate is None else _evaluate(folder, output, evaluate, streams)
+    evaluation = None if evaluate is None else _evaluate(folder, output, ctx, streams)
     print_result(model, result, plan, readers, golden, evaluation, streams)
 
 
@@ -163,12 +172,13 @@ def _with_peer(
         streams.document({"backend": backend, "python": str(interpreter)})
         return
     assert output is not None, "check_output has seen to it"
+    check_can_read(folder, values["calibration"], values["evaluate"])
     _set_threads(values["num_threads"])
     with Progress(streams) as progress:
-        texts = _calibration(folder, config, values["calibration"], ctx, progress)
+        texts = _calibration(folder, config, ctx, progress)
     result, written = run_with_peer(folder, output, backend, config, texts, interpreter, streams)
-    text: Path | None = values["evaluate"]
-    evaluation = None if text is None else _evaluate(folder, output, text, streams)
+    has_text = values["evaluate"] is not None
+    evaluation = _evaluate(folder, output, ctx, streams) if has_text else None
     print_peer_result(
         values["model"], output, backend, config, result, written, evaluation, streams
     )
@@ -189,33 +199,46 @@ def _run(
     from llmbench.quant.pipeline import quantize
 
     trust_remote_code: bool = ctx.params["trust_remote_code"]
+    golden: list[GoldenLogits] = []
+
+    def check(staged: Path) -> None:
+        golden.append(check_golden_logits(folder, staged, trust_remote_code=trust_remote_code))
+
     with Progress(streams) as progress:
         try:
+            started = time.perf_counter()
+            keep_in = output.with_name(f"{output.name}.partial")
+            texts = _calibration(folder, plan.config, ctx, progress, keep_in)
+            seconds = time.perf_counter() - started
             result = quantize(
                 folder,
                 output,
                 plan=plan,
-                calibration=_calibration(
-                    folder, plan.config, ctx.params["calibration"], ctx, progress
-                ),
+                calibration=texts,
                 on_progress=lambda step: _show(progress, step),
+                check=check,
                 trust_remote_code=trust_remote_code,
             )
         except KeyboardInterrupt:
             progress.note("the same command continues where this one stopped")
             raise
-        progress.note("running it in the engine, against its weights in transformers' modules")
-        golden = check_golden_logits(folder, output, trust_remote_code=trust_remote_code)
-    return result, golden
+    if texts is not None:
+        result = replace(result, seconds={"texts": seconds, **result.seconds})
+    return result, golden[0]
 
 
 def _calibration(
-    folder: Path, config: QuantConfig, source: str | None, ctx: typer.Context, progress: Progress
+    folder: Path,
+    config: QuantConfig,
+    ctx: typer.Context,
+    progress: Progress,
+    keep_in: Path | None = None,
 ) -> "CalibrationSet | None":
-    """The texts that the user gave, else texts that the model writes."""
+    """The texts that the user gave, else texts that the model writes, kept for a repeated run."""
     if not config.needs_calibration:
         return None
     trust_remote_code: bool = ctx.params["trust_remote_code"]
+    source: str | None = ctx.params["calibration"]
     if source is None:
         from llmbench.bench.self_calibration import write_calibration
 
@@ -227,6 +250,7 @@ def _calibration(
             seed=config.seed,
             num_threads=ctx.params["num_threads"],
             trust_remote_code=trust_remote_code,
+            keep_in=keep_in,
             on_progress=lambda done, total: progress.update("writing texts", done, total),
         )
     from llmbench.engine.models.hf_config import load_hf_config
@@ -254,16 +278,21 @@ def _show(progress: Progress, step: "BlockProgress") -> None:
     )
 
 
-def _evaluate(folder: Path, output: Path, text: Path, streams: Output) -> "Evaluation":
+def _evaluate(folder: Path, output: Path, ctx: typer.Context, streams: Output) -> "Evaluation":
     """Perplexity and divergence from the base, both measured in the same way."""
     from llmbench.bench.accuracy.quality import evaluate_quality
     from llmbench.engine.config import EngineConfig
 
-    name = output.name
+    name, text = output.name, ctx.params["evaluate"]
+    base = EngineConfig(
+        model=str(folder),
+        num_threads=ctx.params["num_threads"],
+        trust_remote_code=ctx.params["trust_remote_code"],
+    )
     with Progress(streams) as progress:
         qualities, windows = evaluate_quality(
-            EngineConfig(model=str(folder)),
-            {name: EngineConfig(model=str(output))},
+            base,
+            {name: replace(base, model=str(output))},
             text,
             on_progress=lambda done, total, perplexities: progress.update(
                 "evaluating", done, total, f"perplexity {number(perplexities[name], 4)} so far"

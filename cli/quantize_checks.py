@@ -15,7 +15,9 @@ from llmbench.cli.options import SettingsError, config_from
 from llmbench.cli.output import Output
 from llmbench.cli.quantize_options import USED_BY
 from llmbench.cli.unused_flags import was_given
+from llmbench.engine.errors import CheckpointError
 from llmbench.engine.models.source import HUB_ID
+from llmbench.engine.models.tokenizer import has_tokenizer
 from llmbench.quant.config import DEFAULT_SCHEMES, PER_CHANNEL, Method, QuantConfig, Scheme
 
 WHOLE_ROW_METHODS: tuple[Method, ...] = ("smoothquant", "int8")
@@ -98,6 +100,13 @@ def check_text(path: Path | None, flag: str) -> None:
     """Refuse a text that is no file."""
     if path is not None and not path.is_file():
         raise _no_file(path, flag)
+
+
+def check_can_read(folder: Path, calibration: str | None, evaluate: Path | None) -> None:
+    """Refuse texts for a model that has no tokenizer."""
+    flag = "--calibration" if calibration is not None else "--evaluate"
+    if (calibration is not None or evaluate is not None) and not has_tokenizer(folder):
+        raise CheckpointError(f"{flag} needs a tokenizer, and {folder} has none")
 
 
 def with_flags(refusal: Exception) -> SettingsError:

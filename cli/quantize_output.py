@@ -77,6 +77,7 @@ def print_result(
     streams.result(f"{render(layer_table(result.layers), sys.stdout)}\n")
     if result.coverage is not None:
         streams.result(f"tokens    {coverage_line(asdict(result.coverage))}")
+        streams.result(f"          {result.calibration}")
     streams.result(f"size      {size_line(result.bytes_before, result.bytes_after)}")
     streams.result(f"time      {phase_line(result.seconds)}")
     streams.result(f"memory    {size(result.peak_rss_bytes)} at most")
@@ -87,7 +88,9 @@ def print_result(
     )
     streams.result(
         f"engine    its logits of {golden.num_tokens} tokens differ by "
-        f"{number(golden.relative_error, 2)} from those of the decoded weights (float32, relative)"
+        f"{number(golden.relative_error, 2)} from those of the decoded weights in float32, by "
+        f"{number(golden.served_relative_error, 2)} in {golden.served_dtype} "
+        f"({golden.served_kernel}; relative, median)"
     )
     if result.num_resumed_blocks:
         streams.result(f"resumed   {result.num_resumed_blocks} blocks were there from before")
@@ -118,6 +121,7 @@ def result_record(
         "config": plan.config.to_json(),
         "layers": {name: report.to_json() for name, report in result.layers.items()},
         "kept": plan.kept,
+        "calibration": result.calibration,
         "coverage": None if result.coverage is None else asdict(result.coverage),
         "bytes_before": result.bytes_before,
         "bytes_after": result.bytes_after,

@@ -90,10 +90,6 @@ class Block:
         """The float32 weight of a layer that `set_weight` replaced."""
         return self._weights.get(name)
 
-    def release_weight(self, name: str) -> None:
-        """Forget a layer's float32 value once it is quantized; the module keeps its own."""
-        self._weights.pop(name, None)
-
 
 @torch.no_grad()
 def trace_groups(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[LinearGroup]:

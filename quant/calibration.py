@@ -62,6 +62,19 @@ class CalibrationSet:
     coverage: CalibrationCoverage
 
     @property
+    def description(self) -> str:
+        """Where the samples come from and how they were cut, in a line."""
+        return f"{Path(self.source).name}: {self.protocol}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the samples themselves."""
+        return {
+            "source": Path(self.source).name,
+            "protocol": self.protocol,
+            **self.coverage.to_json(),
+        }
+
+    @property
     def digest(self) -> str:
         """A sha256 of the samples; their order has no part in it, as it has none in a result."""
         sha = hashlib.sha256()
@@ -143,8 +156,8 @@ def _from_text(
     if not ids:
         raise CalibrationError(f"{path} holds no text")
     if getattr(tokenizer, "chat_template", None):
-        logger.info(
-            "%s is plain text and the model has a chat template, which it does not go through; "
+        logger.warning(
+            "%s is plain text, and the model has a chat template that it does not go through; "
             "JSON Lines with messages would",
             path,
         )

@@ -27,6 +27,7 @@ from llmbench.quant.formats.bnb import Bitsandbytes
 from llmbench.quant.formats.format import FLOATS, Schemes, WeightFormat, exact
 from llmbench.quant.formats.quantized_checkpoint import QuantizedCheckpoint
 from llmbench.quant.formats.registry import FORMATS
+from llmbench.quant.json_files import write_json
 from llmbench.quant.linear_layers import find_linears
 from llmbench.quant.safetensors_writer import (
     MAX_SHARD_BYTES,
@@ -316,12 +317,12 @@ def _write_other_files(staged: Path, carried: _Carried, tensors: _TargetTensors)
     copy_other_files(checkpoint.folder, staged)
     arguments: Any = {"desc_act": carried.desc_act}
     for name, content in carried.target.sidecars(carried.schemes, None, **arguments).items():
-        _write_json(staged / name, content)
+        write_json(staged / name, content)
     path = checkpoint.folder / MANIFEST
     manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     manifest = {"schema_version": SCHEMA_VERSION, "base_digest": None} | manifest
     converted_from = {"format": carried.quantized.format, "digest": checkpoint.digest}
-    _write_json(
+    write_json(
         staged / MANIFEST,
         manifest
         | {
@@ -342,7 +343,7 @@ def _write_other_files(staged: Path, carried: _Carried, tensors: _TargetTensors)
     config["quantization_config"] = carried.target.quantization_config(
         carried.schemes, None, **arguments
     )
-    _write_json(staged / CONFIG, config)
+    write_json(staged / CONFIG, config)
 
 
 def _prove(staged: Path, carried: _Carried, tensors: _TargetTensors) -> None:
@@ -375,8 +376,3 @@ def _prove(staged: Path, carried: _Carried, tensors: _TargetTensors) -> None:
             raise VerificationError(f"{name} reads back as another tensor than the source has")
         tensors.on_progress("prove", done, total)
     verify_checkpoint(staged)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")

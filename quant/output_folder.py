@@ -13,9 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from llmbench.quant.calibration import CalibrationCoverage
+from llmbench.quant.calibration import CalibrationSet
 from llmbench.quant.checkpoint import CONFIG, Checkpoint
 from llmbench.quant.errors import QuantError
+from llmbench.quant.json_files import write_json
 from llmbench.quant.plan import QuantPlan
 from llmbench.quant.workspace import Workspace
 
@@ -93,7 +94,7 @@ class OutputFolder:
         sidecars: Mapping[str, Mapping[str, Any]],
         config_changes: Mapping[str, Any],
         fingerprint: Mapping[str, Any],
-        coverage: CalibrationCoverage | None,
+        calibration: CalibrationSet | None,
         records: Sequence[Mapping[str, Any]],
     ) -> int:
         """Write the whole checkpoint into a new folder `staged`; the bytes of its tensors."""
@@ -101,9 +102,9 @@ class OutputFolder:
         staged.mkdir()
         copy_other_files(self._base.folder, staged)
         config = self._base.config | dict(config_changes)
-        _write_json(staged / CONFIG, config | {"quantization_config": quantization_config})
+        write_json(staged / CONFIG, config | {"quantization_config": quantization_config})
         for name, content in sidecars.items():
-            _write_json(staged / name, content)
+            write_json(staged / name, content)
         num_bytes = workspace.assemble(staged, num_blocks)
         schemes = {
             item.name: None if item.scheme is None else asdict(item.scheme) for item in plan.layers
@@ -112,11 +113,11 @@ class OutputFolder:
         for record in records:
             for key, found in merged.items():
                 found.update(record[key])
-        _write_json(
+        write_json(
             staged / MANIFEST,
             {
                 **fingerprint,
-                "coverage": None if coverage is None else coverage.to_json(),
+                "calibration": None if calibration is None else calibration.to_json(),
                 "bytes_before": self._base.num_bytes,
                 "bytes_after": num_bytes,
                 "schemes": schemes,
@@ -149,8 +150,3 @@ def copy_other_files(source: Path, target: Path) -> None:
 
 def _holds_no_weights(folder: Path) -> bool:
     return not any(path.name.endswith(WEIGHT_SUFFIXES) for path in folder.rglob("*"))
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")

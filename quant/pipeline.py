@@ -70,6 +70,7 @@ class QuantResult:
     """A finished run.
 
     Attributes:
+        calibration: Where the calibration text comes from and how it was cut.
         num_resumed_blocks: Blocks that an earlier run of the same command had finished.
         seconds: By phase, of this run alone.
     """
@@ -78,6 +79,7 @@ class QuantResult:
     format: Format
     layers: dict[str, LayerReport]
     coverage: CalibrationCoverage | None
+    calibration: str | None
     bytes_before: int
     bytes_after: int
     num_resumed_blocks: int
@@ -110,18 +112,20 @@ def quantize(
     plan: QuantPlan,
     calibration: CalibrationSet | None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    check: Callable[[Path], None] = lambda staged: None,
     trust_remote_code: bool = False,
 ) -> QuantResult:
     """Quantize the checkpoint in `folder` as planned, into the new folder `output`.
 
-    A run that was ended early goes on where it was when the same call is repeated.
+    A run that was ended early goes on where it was when the same call is repeated. `check` sees
+    the finished checkpoint before it gets its name, and refuses it by raising.
 
     Raises:
         QuantError: the output exists, the checkpoint holds numbers that are not finite, or an
             unfinished run of other settings lies beside the output.
         VerificationError: what was written is not what was quantized.
     """
-    run = _Run(folder, output, plan, calibration, on_progress, trust_remote_code)
+    run = _Run(folder, output, plan, calibration, on_progress, check, trust_remote_code)
     return run.finish()
 
 
@@ -133,6 +137,7 @@ class _Run:
         plan: QuantPlan,
         calibration: CalibrationSet | None,
         on_progress: Callable[[Progress], None],
+        check: Callable[[Path], None],
         trust_remote_code: bool,
     ) -> None:
         from transformers import AutoConfig
@@ -141,6 +146,7 @@ class _Run:
         self._config: QuantConfig = plan.config
         self._calibration = calibration
         self._on_progress = on_progress
+        self._check = check
         self._clock = _Clock()
         self._started = time.perf_counter()
         if self._config.needs_calibration and calibration is None:
@@ -203,12 +209,15 @@ class _Run:
                 sidecars=self._format.sidecars(self._all_schemes(), self._config),
                 config_changes=self._config_changes,
                 fingerprint=self._fingerprint,
-                coverage=None if self._calibration is None else self._calibration.coverage,
+                calibration=self._calibration,
                 records=records,
             )
         self._tell(num_blocks, "verify")
         with self._clock.phase("verify"):
             verification = verify_checkpoint(staged)
+        self._tell(num_blocks, "check")
+        with self._clock.phase("check"):
+            self._check(staged)
         staged.rename(self._output.folder)
         self._workspace.delete()
         return QuantResult(
@@ -216,6 +225,7 @@ class _Run:
             format=self._plan.format,
             layers=self._reports,
             coverage=None if self._calibration is None else self._calibration.coverage,
+            calibration=None if self._calibration is None else self._calibration.description,
             bytes_before=self._checkpoint.num_bytes,
             bytes_after=bytes_after,
             num_resumed_blocks=num_resumed,

@@ -9,13 +9,13 @@ command that differs in any of them is refused, not mixed in.
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmbench.quant.errors import QuantError
+from llmbench.quant.json_files import write_json
 from llmbench.quant.safetensors_header import read_header
 from llmbench.quant.safetensors_writer import TensorSpec, spec_of, write_checkpoint, write_file
 
@@ -57,7 +57,7 @@ class Workspace:
         path = self.folder / FINGERPRINT
         plain = json.loads(json.dumps(fingerprint))
         if not path.exists():
-            _write_json(path, plain)
+            write_json(path, plain)
             return
         before = json.loads(path.read_text(encoding="utf-8"))
         if before == plain:
@@ -86,7 +86,7 @@ class Workspace:
         """Keep a finished part's tensors, then its record."""
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         write_file(self._tensors(part), specs, tensors.__getitem__)
-        _write_json(self._record(part), record)
+        write_json(self._record(part), record)
 
     def save_block(
         self,
@@ -163,13 +163,3 @@ def _reader(part_of: Mapping[str, Path]) -> Callable[[str], "torch.Tensor"]:
         return tensor
 
     return read
-
-
-def _write_json(path: Path, record: Mapping[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -368,14 +368,14 @@ def _bytes(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("fault", ["missing head", "not a text"])
+@pytest.mark.parametrize("fault", ["missing tokenizer", "not a text"])
 def test_what_fails_in_the_run_is_exit_code_3_without_traceback(
     fault: str, tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "texts.jsonl"
-    text.write_text('{"text": "a"}\n' if fault == "missing head" else "{no json}\n")
+    text.write_text('{"text": "a"}\n' if fault == "missing tokenizer" else "{no json}\n")
     model = tiny
-    if fault == "missing head":
+    if fault == "missing tokenizer":
         model = tmp_path / "model"
         model.mkdir()
         for path in tiny.iterdir():

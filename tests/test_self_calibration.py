@@ -21,7 +21,7 @@ def test_texts_begin_with_the_start_token_and_repeat_with_the_seed(
     assert len(set(first.samples)) == 5
     assert write(0).samples == first.samples
     assert write(1).digest != first.digest
-    assert "sampled from the model, seed 0" in first.protocol
+    assert "sampled with seed 0" in first.protocol
 
 
 def test_texts_are_no_longer_than_the_model_reads(

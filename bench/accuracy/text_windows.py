@@ -24,11 +24,6 @@ class TextWindows:
     num_text_tokens: int
     protocol: str
 
-    @property
-    def num_predicted(self) -> int:
-        """Tokens that are predicted."""
-        return sum(len(window) - 1 for window in self.windows)
-
 
 def cut_text(
     path: Path,

@@ -30,6 +30,9 @@ from llmbench.quant.config import DEFAULT_SCHEMES, PER_CHANNEL, Method, QuantCon
 if TYPE_CHECKING:
     from llmbench.bench.accuracy.divergence import Quality
     from llmbench.bench.studies.prompts import PromptSource
+    from llmbench.quant.calibration import CalibrationSet
+    from llmbench.quant.checkpoint import Checkpoint
+    from llmbench.quant.plan import QuantPlan
 
 SchemeName = Literal["rtn", "gptq", "awq", "qqq-channel", "qqq-group", "smoothquant", "int8"]
 BASE = "base"
@@ -139,11 +142,29 @@ def measure(settings: QuantizationSettings, lab: Lab) -> Iterator[Row]:
     from llmbench.bench.model_facts import read_model_facts
     from llmbench.bench.studies.prompts import PromptSource
     from llmbench.engine.models.source import resolve_folder
+    from llmbench.engine.models.tokenizer import load_tokenizer
+    from llmbench.quant.calibration import load_calibration
+    from llmbench.quant.checkpoint import Checkpoint
+    from llmbench.quant.plan import plan_run
 
     if not Path(settings.text).expanduser().is_file():
         raise BenchConfigError(f"the text {settings.text} is no file")
     base = resolve_folder(settings.model)
-    candidates = [_make(name, base, settings, lab) for name in settings.schemes]
+    checkpoint = Checkpoint.open(base)
+    # Whatever a plan or the texts may be refused for is found before the first scheme is made.
+    plans = {name: plan_run(checkpoint, settings.quant_config(name)) for name in settings.schemes}
+    texts = None
+    if any(plan.config.needs_calibration for plan in plans.values()):
+        texts = load_calibration(
+            settings.calibration,
+            load_tokenizer(base, None),
+            num_samples=settings.num_calibration_samples,
+            max_seq_length=settings.max_seq_length,
+            seed=settings.seed,
+        )
+    candidates = [
+        _make(name, plan, texts, checkpoint, settings, lab) for name, plan in plans.items()
+    ]
     qualities, protocol = _qualities(base, candidates, settings, lab)
     facts = read_model_facts(base, settings.engine_config(base))
     prompts = PromptSource.of_folder(base, facts.vocab_size, settings.seed)
@@ -198,44 +219,39 @@ def _base_row(rows: Sequence[Row], dtype: str) -> Row:
     return row
 
 
-def _make(name: SchemeName, base: Path, settings: QuantizationSettings, lab: Lab) -> Candidate:
+def _make(
+    name: str,
+    plan: "QuantPlan",
+    texts: "CalibrationSet | None",
+    base: "Checkpoint",
+    settings: QuantizationSettings,
+    lab: Lab,
+) -> Candidate:
     """Quantize, unless an earlier study left the same checkpoint."""
     from llmbench.bench.accuracy.golden_logits import check_golden_logits
-    from llmbench.engine.models.tokenizer import load_tokenizer
-    from llmbench.quant.calibration import load_calibration
-    from llmbench.quant.checkpoint import Checkpoint
     from llmbench.quant.output_folder import OutputFolder, read_fingerprint
     from llmbench.quant.pipeline import quantize
-    from llmbench.quant.plan import plan_run
 
-    config = settings.quant_config(name)
-    checkpoint = Checkpoint.open(base)
-    plan = plan_run(checkpoint, config)
     folder = Path(settings.checkpoints or lab.folder / "checkpoints").expanduser() / name
-    calibration = None
-    if config.needs_calibration:
-        calibration = load_calibration(
-            settings.calibration,
-            load_tokenizer(base, None),
-            num_samples=config.num_calibration_samples,
-            max_seq_length=config.max_seq_length,
-            seed=config.seed,
-        )
-    output = OutputFolder(folder, checkpoint)
+    calibration = texts if plan.config.needs_calibration else None
     digest = None if calibration is None else calibration.digest
-    if read_fingerprint(folder) != output.fingerprint(plan, digest):
+    if read_fingerprint(folder) != OutputFolder(folder, base).fingerprint(plan, digest):
         folder.parent.mkdir(parents=True, exist_ok=True)
+
+        def check(staged: Path) -> None:
+            check_golden_logits(base.folder, staged)
+
         quantize(
-            base,
+            base.folder,
             folder,
             plan=plan,
             calibration=calibration,
             on_progress=lambda step: lab.progress(
                 f"quantizing, {name}", step.num_done, step.num_blocks
             ),
+            check=check,
         )
-        check_golden_logits(base, folder)
-    return Candidate(name=name, folder=folder, config=config, format=plan.format)
+    return Candidate(name=name, folder=folder, config=plan.config, format=plan.format)
 
 
 def _qualities(
