@@ -256,10 +256,14 @@ def test_any_expression_survives_in_front_of_settings(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dry_run_shows_layers_costs_and_consumers_and_writes_nothing(
-    method: Method, zero_checkpoint: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    method: Method,
+    zero_checkpoint: Save,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    text: Path,
 ) -> None:
     model, output = zero_checkpoint(LLAMA), tmp_path / "out"
-    arguments = ["quantize", str(model), *small(method, Path("unused.txt")), "-o", str(output)]
+    arguments = ["quantize", str(model), *small(method, text), "-o", str(output)]
     assert main([*arguments, "--dry-run"]) == 0
     out, _ = capfd.readouterr()
     for part in (
