@@ -26,8 +26,9 @@ from llmbench.quant.verify import IndependentReader
 NUM_TOKENS = 24
 TOLERANCE = 1e-3
 """Median relative error of a row of logits; float32 rounding gives 1e-6 and wrong codes ~1."""
-TOLERANCE_INT8 = 2e-2
-"""With 8-bit inputs the last bit of a sum may move an input to the neighbouring code."""
+TOLERANCE_INT8 = 0.1
+"""With 8-bit inputs the last bit of a sum may move an input to the neighbouring code, and thirty
+layers make 2 % of that; wrong codes are still ten times as far."""
 TOLERANCE_SERVED = 0.2
 """For the type and kernels that the engine serves with: bfloat16 costs some percent over a deep
 model, a wrong kernel ~100."""
