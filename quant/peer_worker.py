@@ -97,7 +97,8 @@ def gptqmodel(job: dict[str, Any]) -> None:
         "group_size": job["group_size"],
         "sym": job["sym"],
         "desc_act": job["desc_act"],
-        "act_group_aware": job["act_order"] and not job["desc_act"],
+        # Its order within and of groups wants groups.
+        "act_group_aware": job["act_order"] and not job["desc_act"] and job["group_size"] != -1,
         "quant_method": job["method"],
         "format": layout,
         "offload_to_disk": False,
