@@ -144,12 +144,12 @@ class _Run:
 
         self._plan = plan
         self._config: QuantConfig = plan.config
-        self._calibration = calibration
+        self._calibration = calibration if plan.config.needs_calibration else None
         self._on_progress = on_progress
         self._check = check
         self._clock = _Clock()
         self._started = time.perf_counter()
-        if self._config.needs_calibration and calibration is None:
+        if self._config.needs_calibration and self._calibration is None:
             raise CalibrationError(f"{self._config.method} needs calibration data, none was given")
         self._checkpoint = Checkpoint.open(folder)
         self._output = OutputFolder(output, self._checkpoint)
@@ -172,7 +172,7 @@ class _Run:
                 trust_remote_code=trust_remote_code,
             )
         fingerprint = self._output.fingerprint(
-            plan, None if calibration is None else calibration.digest
+            plan, None if self._calibration is None else self._calibration.digest
         )
         self._workspace = Workspace(output, fingerprint | {"compute_dtype": str(self._dtype)})
         self._fingerprint = fingerprint
@@ -270,7 +270,7 @@ class _Run:
     def _make_passes(self, first: int) -> CalibrationPasses | None:
         """The calibration batches in front of the first block that is to be quantized."""
         is_over = first == self._model.num_blocks
-        if self._calibration is None or not self._config.needs_calibration or is_over:
+        if self._calibration is None or is_over:
             return None
         with self._clock.phase("calibrate"):
             passes = CalibrationPasses(self._model, self._calibration.samples)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmbench.bench.accuracy.golden_logits import check_golden_logits
+from llmbench.bench.accuracy.golden_logits import GoldenLogitsError, check_golden_logits
 from llmbench.quant.adapters import refusal
 from llmbench.quant.calibration import CalibrationSet, calibration_from_ids
 from llmbench.quant.checkpoint import Checkpoint
@@ -19,6 +19,7 @@ from llmbench.quant.formats.quantized_checkpoint import QuantizedCheckpoint
 from llmbench.quant.output_folder import MANIFEST
 from llmbench.quant.pipeline import Progress, QuantResult, quantize
 from llmbench.quant.plan import plan_run
+from llmbench.quant.quantized_weight import QuantizedWeight
 from llmbench.quant.verify import verify_checkpoint
 
 SAMPLES = [
@@ -137,20 +138,55 @@ def test_singular_hessian_is_damped_and_stays_near_rtn(
     if dead:
         model.model.embed_tokens.weight[:, :8] = 0
     model.save_pretrained(tmp_path / "base")
-    scheme = Scheme(group_size=32)
-    errors = {}
+    tokens = [3, 50, 7, 90]
+    inputs: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "layers.0" in name:
+            module.register_forward_pre_hook(
+                lambda module, args, name=name: inputs.__setitem__(name, args[0][0])
+            )
+    model(input_ids=torch.tensor([tokens]))
+    weights: dict[str, dict[str, torch.Tensor]] = {}
     for method in ("gptq", "rtn"):
-        config = config_of(method, scheme=scheme, true_sequential=False)
-        result = run(tmp_path / "base", tmp_path / method, config, samples=[[3, 50, 7, 90]])
-        errors[method] = result
+        config = config_of(method, scheme=Scheme(group_size=32), true_sequential=False)
+        result = run(tmp_path / "base", tmp_path / method, config, samples=[tokens])
+        assert method == "rtn" or all(report.damp for report in result.layers.values())
         found = QuantizedCheckpoint.of(Checkpoint.open(tmp_path / method))
         assert found is not None
-        for name in found.layers:
-            weight = found.weight(name)
-            assert torch.isfinite(weight.dequantize()).all()
-            assert (weight.scales > 0).all()
-    assert all(report.damp is not None for report in errors["gptq"].layers.values())
+        assert all((found.weight(name).scales > 0).all() for name in found.layers)
+        weights[method] = {name: found.weight(name).dequantize() for name in found.layers}
+        assert all(torch.isfinite(weight).all() for weight in weights[method].values())
+    for name, x in inputs.items():
+        exact = x @ model.get_submodule(name).weight.t()
+        gptq, rtn = (
+            float((x @ weights[method][name].t() - exact).square().sum())
+            for method in ("gptq", "rtn")
+        )
+        assert gptq <= 1.05 * rtn, name
     check_golden_logits(tmp_path / "base", tmp_path / "gptq")
+
+
+def test_checkpoint_that_the_engine_reads_wrongly_never_gets_its_name(
+    tmp_path: Path,
+    tiny_model: Callable[[str], tuple[Path, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A zero point off by one in the engine: an error, nothing under the name, and a way on."""
+    folder, _ = tiny_model("llama")
+    plan = plan_run(Checkpoint.open(folder), config_of("rtn"))
+    centered = QuantizedWeight.centered
+
+    def check(staged: Path) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(QuantizedWeight, "centered", lambda weight: centered(weight) + 1)
+            check_golden_logits(folder, staged)
+
+    with pytest.raises(GoldenLogitsError, match="differ from those of the saved weights"):
+        quantize(folder, tmp_path / "out", plan=plan, calibration=None, check=check)
+    assert not (tmp_path / "out").exists()
+    result = run(folder, tmp_path / "out", config_of("rtn"))
+    assert result.num_resumed_blocks == 2
+    check_golden_logits(folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
