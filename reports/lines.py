@@ -50,13 +50,17 @@ def line_figure(
     log_y: bool = False,
     baseline: str | None = None,
     ideal: str | None = None,
+    interval: str = "95 % intervals",
 ) -> Figure:
-    """Draw the frame; `baseline` names the grey series, `ideal` one that is a limit, drawn thin."""
+    """Draw the frame; `baseline` names the grey series, `ideal` one that is a limit, drawn thin.
+
+    `interval` says what `low` and `high` are.
+    """
     names = list(dict.fromkeys(frame["series"]))
     assert len(names) <= MAX_SERIES + 2, "too many lines to tell apart: make several figures"
     labels = list(dict.fromkeys(frame["panel"]))
     figure, panels = new_figure(
-        replace(caption, note=f"{_note(frame)} {caption.note}".strip()),
+        replace(caption, note=f"{_note(frame, interval)} {caption.note}".strip()),
         rows=max(1, len(labels)),
         panel_size=(6.4, 3.4 if len(labels) < 2 else 2.6),
         sharex=True,
@@ -116,10 +120,10 @@ def _draw_failures(panel: Axes, rows: pd.DataFrame) -> None:
     )
 
 
-def _note(frame: pd.DataFrame) -> str:
+def _note(frame: pd.DataFrame, interval: str) -> str:
     parts = []
     if not frame[["low", "high"]].isna().all(axis=None):
-        parts.append("Bars: 95 % intervals.")
+        parts.append(f"Bars: {interval}.")
     failures: dict[str, None] = {}  # in order, each once: panels repeat them
     for series, x, note in frame[frame["y"].isna()][["series", "x", "note"]].to_numpy():
         reason = note if isinstance(note, str) and note else "no result"

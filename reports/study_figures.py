@@ -162,7 +162,14 @@ def quantization_speed(
             else {}
         ]
     )
-    return line_figure(frame, caption, x_label="requests at once", baseline="base"), frame
+    figure = line_figure(
+        frame,
+        caption,
+        x_label="requests at once",
+        baseline="base",
+        interval="lowest to highest of the repetitions",
+    )
+    return figure, frame
 
 
 def step_cost(folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption) -> Drawn:
