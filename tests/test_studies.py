@@ -158,7 +158,8 @@ def test_registry_loads_neither_torch_nor_numpy() -> None:
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r}));"
         "from llmbench.bench.studies.registry import STUDIES;"
-        "[study.settings_type() for study in STUDIES.values()]"
+        "files = {'quantization': {'calibration': 'a.txt', 'text': 'b.txt'}};"
+        "[study.settings_type(**files.get(name, {})) for name, study in STUDIES.items()]"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
