@@ -296,7 +296,7 @@ def test_first_interrupt_is_kept_and_the_second_raised() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupted.wait(5)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # to this thread, at once
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
