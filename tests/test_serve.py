@@ -298,7 +298,7 @@ def test_first_interrupt_is_kept_and_the_second_raised() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)  # to this thread, at once
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 PARENT = """
