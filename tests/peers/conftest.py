@@ -4,6 +4,7 @@ import json
 import os
 import random
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,22 @@ class Reading:
         }
         self.weights: dict[str, Tensor] = tensors  # by module name, [N, C]
 
+    def holds(self, module: str, weight: Any) -> bool:
+        """Whether the peer computes with exactly the numbers of our `QuantizedWeight`."""
+        import torch
+
+        theirs = self.weights[module]
+        if module not in self.outer:
+            return torch.equal(weight.dequantize(theirs.dtype), theirs)
+        if weight.channel_scales is None:
+            # QQQ's kernel reads a four-bit code from the upper half of a byte.
+            integers, scales = weight.centered() * 16, weight.scales[:, 0].float() / 16
+        else:
+            integers, scales = weight.int8_weight(), weight.channel_scales
+        # gptqmodel casts all of a model to float16, QQQ's float32 scales too.
+        has_scales = torch.equal(scales.half().float(), self.outer[module].float())
+        return has_scales and torch.equal(integers.float(), theirs.float())
+
 
 class Peer:
     """A peer's environment."""
@@ -61,6 +78,7 @@ class Peer:
         done = subprocess.run(
             [self.python, Path(__file__).with_name(script), *arguments],
             env=environment,
+            cwd=tempfile.gettempdir(),  # gptqmodel leaves a folder of logs where it runs
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -118,7 +136,8 @@ def _save_tiny(family: str, dtype: str, folder: Path) -> None:
         pad_token_id=1,
         tie_word_embeddings=family == "qwen2",
     )
-    model = AutoModelForCausalLM.from_config(config)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -74,7 +74,8 @@ def read_autoawq(checkpoint: str) -> tuple[Any, Weights]:
         weights[name] = dequantize_gemm(*packed, settings["bits"], settings["group_size"]).t()
     config = AutoConfig.from_pretrained(checkpoint)
     del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, dtype=torch.float32)
     dense = {f"{name}.weight": weight for name, weight in weights.items()}
     model.load_state_dict({**tensors, **dense}, strict=False)
     return model, weights

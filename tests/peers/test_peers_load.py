@@ -167,14 +167,11 @@ def test_peer_finds_the_same_weights(
     assert set(reading.weights) == set(quantized.layers)
     for module, theirs in reading.weights.items():
         weight = quantized.weight(module)
-        if module in reading.outer:
-            theirs = theirs.float() * reading.outer[module].float()[:, None]
-        ours = weight.dequantize(theirs.dtype)
         if library == "bitsandbytes":
             # It multiplies by SCB and then by 1 / 127 where a scale is SCB / 127, rounded once.
-            torch.testing.assert_close(ours, theirs, rtol=3e-7, atol=0)
+            torch.testing.assert_close(weight.dequantize(), theirs, rtol=3e-7, atol=0)
         else:
-            assert torch.equal(ours, theirs), module
+            assert reading.holds(module, weight), module
 
 
 @pytest.mark.parametrize(("case", "library"), EVERY_READING)
@@ -190,6 +187,7 @@ def test_peer_computes_the_engines_logits(
     # The peers run in float16 or the file's type, the engine in float32.
     tolerance = 1e-4 if library == "compressed-tensors" and dtype == "float32" else 0.02
     if config.scheme.activations == "int8":
-        tolerance = 0.05  # a last bit may carry an activation over to the next code
+        # Each rounds inputs by its own rule: compressed-tensors to 127.5 steps, the engine to 127.
+        tolerance = 0.05
     difference = engine_logits(written(case)) - reading.logits
     assert (difference.norm() / reading.logits.norm()).item() < tolerance

@@ -124,13 +124,8 @@ def test_dequantized_weights_are_bit_for_bit_the_peers(
     quantized = QuantizedCheckpoint.of(Checkpoint.open(folder))
     assert quantized is not None
     assert set(quantized.layers) == set(reading.weights)
-    for module, theirs in reading.weights.items():
-        weight = quantized.weight(module)
-        if module in reading.outer:
-            integers = theirs.float() * reading.outer[module].float()[:, None]
-            assert torch.equal(weight.dequantize(), integers), module
-        else:
-            assert torch.equal(weight.dequantize(theirs.dtype), theirs), module
+    wrong = [name for name in quantized.layers if not reading.holds(name, quantized.weight(name))]
+    assert not wrong
 
 
 @pytest.mark.parametrize(("name", "case"), EVERY_CASE)
@@ -160,7 +155,8 @@ def test_engine_computes_the_peers_logits(
     asked = {**DEFAULTS, "dtype": "bfloat16", **CASES[name][case]}
     tolerance = 0.02
     if asked["activations"] == "int8":
-        tolerance = 0.05  # a last bit may carry an activation over to the next code
+        # Each rounds inputs by its own rule: compressed-tensors to 127.5 steps, the engine to 127.
+        tolerance = 0.05
     elif asked["dtype"] == "float32" and name == "llmcompressor":
         tolerance = 1e-4
     difference = engine_logits(folder) - reading.logits
