@@ -20,7 +20,7 @@ Letters as in the paper. Shapes: `N` out features · `C` in features · `G` grou
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -187,10 +187,21 @@ def _walk(W: Tensor, order: Tensor, factor: InverseFactor, params: AffineParams)
 class GPTQ:
     """Quantizes a block's layers group by group, each on the inputs it will see."""
 
-    def __init__(self, config: QuantConfig, scale_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: QuantConfig,
+        scale_dtype: torch.dtype,
+        *,
+        code_range: Callable[[Scheme], Range] = lambda scheme: "full",
+        finish: Callable[[QuantizedWeight], QuantizedWeight] | None = None,
+    ) -> None:
+        """`finish` brings a weight into the form that is stored, where that is another."""
         self._config = config
         self._scale_dtype = scale_dtype
-        self._rtn = RTN(config, scale_dtype)
+        self._code_range = code_range
+        self._finish = finish
+        forms = {} if finish is None else {"finish": finish}
+        self._rtn = RTN(config, scale_dtype, code_range=code_range, **forms)
 
     def quantize_block(
         self, block: Block, calibration: BlockCalibration | None, schemes: Mapping[str, Scheme]
@@ -232,7 +243,12 @@ class GPTQ:
             act_order=self._config.act_order,
             desc_act=self._config.desc_act,
             scale_search=self._config.scale_search,
+            code_range=self._code_range(scheme),
         )
+        if self._finish is not None:
+            stored = self._finish(found.weight)
+            errors = row_errors(torch.cat(weights) - stored.dequantize(), H)
+            found = replace(found, weight=stored, errors=errors)
         if found.is_diagonal:
             logger.warning("%s: no damping made the Hessian invertible", ", ".join(names))
         results, start = {}, 0

@@ -148,7 +148,6 @@ class _Run:
         self._on_progress = on_progress
         self._check = check
         self._clock = _Clock()
-        self._started = time.perf_counter()
         if self._config.needs_calibration and self._calibration is None:
             raise CalibrationError(f"{self._config.method} needs calibration data, none was given")
         self._checkpoint = Checkpoint.open(folder)

@@ -13,30 +13,22 @@ stay as they are, and the integer product is summed group by group.
 Shapes: `N` out features · `C` in features · `G` groups of a row.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from llmbench.quant.affine import MIN_SCALE, Range
 from llmbench.quant.block import Block
 from llmbench.quant.block_calibration import BlockCalibration
 from llmbench.quant.config import PER_CHANNEL, QuantConfig, Scheme
 from llmbench.quant.errors import CalibrationError
-from llmbench.quant.gptq import GPTQResult, gptq_quantize
-from llmbench.quant.layer_report import LayerReport, LayerResult
+from llmbench.quant.gptq import GPTQ
+from llmbench.quant.layer_report import LayerResult
 from llmbench.quant.plan import chosen_transform
 from llmbench.quant.quantized_weight import INT8_MAX, QuantizedWeight
-from llmbench.quant.refinement import row_errors
-from llmbench.quant.rtn import rtn_quantize, weight_error
 from llmbench.quant.smoothing import smooth_block
-from llmbench.quant.statistics import InputStatistics
-
-logger = logging.getLogger(__name__)
 
 
 def code_range(scheme: Scheme) -> Range:
@@ -69,9 +61,12 @@ class QQQ:
         is_two_level: bool,
     ) -> None:
         """`is_two_level` is for QQQ's own file, which also holds scales a row in float32."""
-        self._config = config
-        self._scale_dtype = torch.float32 if is_two_level else scale_dtype
-        self._is_two_level = is_two_level
+        self._gptq = GPTQ(
+            config,
+            torch.float32 if is_two_level else scale_dtype,
+            code_range=code_range,
+            finish=stored_in_two_levels if is_two_level else None,
+        )
         self._transform = chosen_transform(config, hf_text_config)
 
     def quantize_block(
@@ -87,86 +82,13 @@ class QQQ:
         notes: dict[str, str] = {}
         if self._transform == "smooth":
             notes = smooth_block(block, calibration, schemes)
-        results: dict[str, LayerResult] = {}
-        groups = calibration.sequential(is_true_sequential=self._config.true_sequential)
-        for group, statistics in groups:
-            asked = [name for name in group.names if name in schemes]
-            for scheme, names in groupby(asked, key=schemes.__getitem__):
-                results |= self._quantize(block, list(names), scheme, statistics)
-        for name in schemes.keys() - results.keys():
-            results[name] = self._round(block, name, schemes[name], "no calibration tokens")
+        results = self._gptq.quantize_block(block, calibration, schemes)
         return {name: _with_note(result, notes.get(name)) for name, result in results.items()}
 
-    def _quantize(
-        self, block: Block, names: Sequence[str], scheme: Scheme, statistics: InputStatistics
-    ) -> dict[str, LayerResult]:
-        """Quantize layers that share input and scheme, as one matrix with all their rows."""
-        H = statistics.hessian
-        reason = None
-        if statistics.num_tokens == 0:
-            reason = "no calibration tokens"
-        elif not torch.isfinite(H).all():
-            reason = "calibration inputs that are not finite"
-        if reason is not None:
-            return {name: self._round(block, name, scheme, reason) for name in names}
-        weights = [block.weight(name) for name in names]
-        found = gptq_quantize(
-            torch.cat(weights),
-            H,
-            scheme,
-            scale_dtype=self._scale_dtype,
-            damp_percent=self._config.damp_percent,
-            act_order=self._config.act_order,
-            scale_search=self._config.scale_search,
-            code_range=code_range(scheme),
-        )
-        if found.is_diagonal:
-            logger.warning("%s: no damping made the Hessian invertible", ", ".join(names))
-        quantized = self._finished(found.weight)
-        results, start = {}, 0
-        for name, W in zip(names, weights, strict=True):
-            weight = quantized.rows(start, start + len(W))
-            start += len(W)
-            block.set_weight(name, weight.dequantize())
-            report = _report(W, weight, H, found, statistics.num_tokens)
-            results[name] = LayerResult(weight=weight, report=report)
-        return results
 
-    def _finished(self, weight: QuantizedWeight) -> QuantizedWeight:
-        if self._is_two_level and weight.group_size != PER_CHANNEL:
-            return two_level(weight)
-        return weight
-
-    def _round(self, block: Block, name: str, scheme: Scheme, reason: str) -> LayerResult:
-        logger.warning("%s: rounded to nearest, it has %s", name, reason)
-        W = block.weight(name)
-        weight = self._finished(
-            rtn_quantize(
-                W,
-                scheme,
-                scale_dtype=self._scale_dtype,
-                scale_search=self._config.scale_search,
-                code_range=code_range(scheme),
-            )
-        )
-        block.set_weight(name, weight.dequantize())
-        report = LayerReport(relative_mse=weight_error(W, weight), fallback=f"rtn: {reason}")
-        return LayerResult(weight=weight, report=report)
-
-
-def _report(
-    W: Tensor, weight: QuantizedWeight, H: Tensor, found: GPTQResult, num_tokens: int
-) -> LayerReport:
-    """Errors are those of the weight as it is stored, second level included."""
-    error = max(float(row_errors(W - weight.dequantize(), H).sum()), 0.0)
-    energy = float(row_errors(W, H).sum())
-    return LayerReport(
-        relative_mse=error / energy if energy > 0 else 0.0,
-        loss=error / num_tokens,
-        damp=found.damp,
-        fallback="diagonal: the Hessian could not be factored" if found.is_diagonal else None,
-        num_tokens=num_tokens,
-    )
+def stored_in_two_levels(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight as QQQ's own file holds it: groups in two levels, rows as they are."""
+    return weight if weight.group_size == PER_CHANNEL else two_level(weight)
 
 
 def _with_note(result: LayerResult, note: str | None) -> LayerResult:

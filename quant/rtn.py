@@ -5,7 +5,7 @@ the one with the smallest squared error (`scale_search`). No activations are loo
 result is the same whatever a model is used for, and quantizing takes seconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -43,9 +43,19 @@ def weight_error(W: Tensor, weight: QuantizedWeight) -> float:
 class RTN:
     """Rounds the layers of a block to nearest."""
 
-    def __init__(self, config: QuantConfig, scale_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: QuantConfig,
+        scale_dtype: torch.dtype,
+        *,
+        code_range: Callable[[Scheme], Range] = lambda scheme: "full",
+        finish: Callable[[QuantizedWeight], QuantizedWeight] = lambda weight: weight,
+    ) -> None:
+        """`finish` brings a weight into the form that is stored."""
         self._config = config
         self._scale_dtype = scale_dtype
+        self._code_range = code_range
+        self._finish = finish
 
     def quantize_block(
         self, block: Block, calibration: BlockCalibration | None, schemes: Mapping[str, Scheme]
@@ -58,8 +68,14 @@ class RTN:
     ) -> LayerResult:
         """Quantize one layer; `fallback` says why another method leaves it to this one."""
         W = block.weight(name)
-        weight = rtn_quantize(
-            W, scheme, scale_dtype=self._scale_dtype, scale_search=self._config.scale_search
+        weight = self._finish(
+            rtn_quantize(
+                W,
+                scheme,
+                scale_dtype=self._scale_dtype,
+                scale_search=self._config.scale_search,
+                code_range=self._code_range(scheme),
+            )
         )
         report = LayerReport(relative_mse=weight_error(W, weight), fallback=fallback)
         block.set_weight(name, weight.dequantize())

@@ -72,7 +72,9 @@ def test_the_block_computes_what_it_did_but_for_the_rounding(
         assert {one.report.num_tokens for one in results.values()} == {70}
         passes.advance()
         for found, wanted in zip(passes.hidden_states(), expected, strict=True):
-            assert (found - wanted).norm() < 0.1 * wanted.norm()
+            # Unscaled attention scores are large, and a softmax of them feels every rounding.
+            share = 0.1 if "unscaled" in variant else 0.05
+            assert (found - wanted).norm() < share * wanted.norm()
 
 
 def test_an_outlier_channel_costs_less_when_it_is_shared(
