@@ -192,11 +192,11 @@ TrueSequential = Annotated[
     ),
 ]
 ScaleSearch = Annotated[
-    bool,
+    bool | None,
     option(
         METHOD,
         "--scale-search/--no-scale-search",
-        help="Search each group's range, not its largest value (rtn, gptq, qqq).",
+        help="Search each group's range, not its largest value (gptq, qqq; rtn only if asked).",
     ),
 ]
 TransformOption = Annotated[

@@ -124,7 +124,9 @@ class QuantConfig:
             groups where they are (static groups): no cost for the reader.
         desc_act: Groups follow that order too, which readers must undo at run time (`g_idx`).
         true_sequential: Later layers of a block see the quantized outputs of the earlier ones.
-        scale_search: Search each group's clipping range instead of its largest value.
+        scale_search: Search each group's range instead of taking its largest value. None does
+            so for all methods but `rtn`: the baseline is the plain rule, which is also a little
+            better there (perplexity 29.4 against 30.1 on SmolLM2-135M in groups of 64).
         transform: What QQQ does to outliers first; None chooses by family.
         smooth_alpha: SmoothQuant's migration strength.
         compute_dtype: The type in which blocks run during calibration.
@@ -142,7 +144,7 @@ class QuantConfig:
     act_order: bool = True
     desc_act: bool = False
     true_sequential: bool = True
-    scale_search: bool = True
+    scale_search: bool | None = None
     transform: Transform | None = None
     smooth_alpha: float = 0.5
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -164,6 +166,11 @@ class QuantConfig:
     def needs_calibration(self) -> bool:
         """Whether the method looks at activations."""
         return self.method not in ("rtn", "int8")
+
+    @property
+    def searches_scales(self) -> bool:
+        """Whether groups' ranges are searched."""
+        return self.method != "rtn" if self.scale_search is None else self.scale_search
 
     def scheme_of(self, name: str) -> Scheme | None:
         """The scheme of the layer of this module name; None leaves it in full precision."""

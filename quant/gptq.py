@@ -242,7 +242,7 @@ class GPTQ:
             damp_percent=self._config.damp_percent,
             act_order=self._config.act_order,
             desc_act=self._config.desc_act,
-            scale_search=self._config.scale_search,
+            scale_search=self._config.searches_scales,
             code_range=self._code_range(scheme),
         )
         if self._finish is not None:

@@ -73,7 +73,7 @@ class RTN:
                 W,
                 scheme,
                 scale_dtype=self._scale_dtype,
-                scale_search=self._config.scale_search,
+                scale_search=self._config.searches_scales,
                 code_range=self._code_range(scheme),
             )
         )
