@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.llmbench-installed
 DEMO_MODEL := smollm2-135m
-PEERS := gptqmodel llmcompressor autoawq bitsandbytes
+PEERS := gptqmodel llmcompressor autoawq bitsandbytes lm-eval
 DEMO_RESULTS := results/demo
 
 .PHONY: help setup demo test test-peers static check fix
