@@ -1,0 +1,158 @@
+"""Perplexity of a text: the exponential of the mean loss a token, over windows of the text.
+
+With nll_w the sum of -log p over the n_w scored tokens of window w, perplexity is
+exp(sum nll_w / sum n_w). Windows need not score equally many tokens, so their own perplexities, or
+their means, are never averaged: that would weigh the tokens of a short window more.
+
+Per word and per byte it is comparable between models with different tokenizers: the loss of the
+text's tokens is spread over the words and bytes of the raw text, as it was before tokenization.
+Where not every token is scored, the unscored ones count with the mean of the others.
+
+The interval treats windows as the sample: with mean m = sum nll / sum n, the variance of this ratio
+is k / (k-1) * sum (nll_w - m n_w)^2 / (sum n)^2 (Cochran 1977, section 2.11), on k-1 degrees of
+freedom. Tokens of a window depend on one another; to take each as a draw would promise too much.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmbench.bench.accuracy.model import EvaluatedModel
+from llmbench.bench.accuracy.text_windows import TextWindows
+
+LOG_LARGEST = math.log(1.7e308)
+"""Beyond this mean loss the exponential is no float."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowLoss:
+    """What one window adds: minus the log-probabilities of its scored tokens, nats; NaN allowed."""
+
+    nll: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """A text's perplexity and what it rests on.
+
+    Attributes:
+        token: Per token; None where nothing was scored or some loss is no number.
+        reason: Why it is None.
+        low: Lower end of the 95 % interval, None for fewer than two windows.
+        nll: Sum over the scored tokens, nats.
+        num_tokens: Scored tokens.
+        bits_per_byte: Loss of the text's tokens over its bytes, in bits.
+        protocol: All that the numbers depend on besides the model.
+    """
+
+    token: float | None
+    reason: str | None
+    low: float | None
+    high: float | None
+    word: float | None
+    byte: float | None
+    bits_per_byte: float | None
+    nll: float | None
+    num_tokens: int
+    num_windows: int
+    num_words: int
+    num_bytes: int
+    protocol: str
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+
+def mean_loss(losses: Sequence[WindowLoss]) -> tuple[float, float | None]:
+    """Mean loss a token, and its standard error over windows: None for fewer than two.
+
+    At least one token must have been scored.
+    """
+    num_tokens = sum(loss.num_tokens for loss in losses)
+    mean = math.fsum(loss.nll for loss in losses) / num_tokens
+    k = len(losses)
+    if k < 2:
+        return mean, None
+    squares = math.fsum((loss.nll - mean * loss.num_tokens) ** 2 for loss in losses)
+    return mean, math.sqrt(k / (k - 1) * squares) / num_tokens
+
+
+def perplexity_of(losses: Sequence[WindowLoss], text: TextWindows) -> Perplexity:
+    """Perplexity of the windows that were scored, in any order; costs nothing that needs a model.
+
+    Call it with fewer losses than windows for the value so far.
+    """
+    num_tokens = sum(loss.num_tokens for loss in losses)
+    num_words, num_bytes = text.source.num_words, text.source.num_bytes
+    unsaid = sum(not math.isfinite(loss.nll) for loss in losses)
+    reason = None
+    if num_tokens == 0:
+        reason = f"nothing is scored in {text.num_text_tokens} tokens" + (
+            "" if text.has_bos else ": without BOS the first token has no context"
+        )
+    elif unsaid:
+        reason = f"{unsaid} of {len(losses)} windows have a loss that is no number"
+    facts: dict[str, Any] = {
+        "reason": reason,
+        "num_tokens": num_tokens,
+        "num_windows": len(losses),
+        "num_words": num_words,
+        "num_bytes": num_bytes,
+        "protocol": text.protocol,
+    }
+    if reason is not None:
+        empty = ("token", "low", "high", "word", "byte", "bits_per_byte", "nll")
+        return Perplexity(**dict.fromkeys(empty, None), **facts)
+    mean, error = mean_loss(losses)
+    low, high = _interval(mean, error, len(losses))
+    per_text = mean * text.num_text_tokens
+    return Perplexity(
+        token=_exp(mean),
+        low=low,
+        high=high,
+        word=_exp(per_text / num_words) if num_words else None,
+        byte=_exp(per_text / num_bytes),
+        bits_per_byte=per_text / num_bytes / math.log(2),
+        nll=math.fsum(loss.nll for loss in losses),
+        **facts,
+    )
+
+
+def measure_perplexity(
+    model: EvaluatedModel,
+    text: TextWindows,
+    *,
+    answered: Mapping[int, WindowLoss] | None = None,
+    on_window: Callable[[int, WindowLoss, Perplexity], None] | None = None,
+) -> Perplexity:
+    """Score a text's windows on a model, except those in `answered`.
+
+    `on_window` hears the number of each window as it is done, its loss, and the perplexity so far.
+    """
+    losses = dict(answered or {})
+    missing = [index for index in range(len(text.parts)) if index not in losses]
+    requests = text.requests()
+    for position, (scores, *_) in model.score([requests[index] for index in missing]):
+        loss = WindowLoss(nll=-scores.loglikelihood, num_tokens=len(scores.logprobs))
+        losses[missing[position]] = loss
+        if on_window is not None:
+            on_window(missing[position], loss, perplexity_of(list(losses.values()), text))
+    return perplexity_of([losses[index] for index in sorted(losses)], text)
+
+
+def _interval(
+    mean: float, error: float | None, num_windows: int
+) -> tuple[float | None, float | None]:
+    if error is None:
+        return None, None
+    from scipy import stats
+
+    reach = float(stats.t.ppf(0.975, num_windows - 1)) * error
+    return _exp(mean - reach), _exp(mean + reach)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < LOG_LARGEST else math.inf
