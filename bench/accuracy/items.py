@@ -93,11 +93,13 @@ class ItemRecord:
     divergence: ItemDivergence | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON types; NaN is null."""
-        plain: dict[str, Any] = strict_json.strict(
-            {"schema_version": SCHEMA_VERSION}
-            | {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
-        )
+        """Return JSON types; NaN is null, infinity the text "inf" or "-inf"."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        if self.divergence is not None:
+            values["divergence"] = _finite(dataclasses.asdict(self.divergence))
+        for name in ("loglikelihoods", "metrics"):
+            values[name] = _finite(values[name])
+        plain: dict[str, Any] = strict_json.strict({"schema_version": SCHEMA_VERSION} | values)
         return plain
 
     @classmethod
@@ -116,10 +118,7 @@ class ItemRecord:
             )
         values = {name: _tuples(plain[name]) for name in names}
         values["loglikelihoods"] = _floats(plain["loglikelihoods"])
-        values["metrics"] = {
-            name: math.nan if value is None else float(value)
-            for name, value in plain["metrics"].items()
-        }
+        values["metrics"] = {name: _float(value) for name, value in plain["metrics"].items()}
         if (divergence := plain["divergence"]) is not None:
             values["divergence"] = ItemDivergence(
                 base_key=divergence["base_key"],
@@ -136,10 +135,21 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _floats(values: list[float | None] | None) -> tuple[float, ...] | None:
-    if values is None:
-        return None
-    return tuple(math.nan if value is None else float(value) for value in values)
+def _floats(values: list[float | str | None] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(map(_float, values))
+
+
+def _float(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _finite(value: Any) -> Any:
+    """Return a copy with infinities as text, which JSON has no number for."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(float(value)) if isinstance(value, float) and math.isinf(value) else value
 
 
 def items_path(folder: Path, task: str) -> Path:

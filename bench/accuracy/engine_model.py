@@ -1,0 +1,197 @@
+"""A checkpoint on the built-in engine, as an evaluation sees it.
+
+Weights are read when the first question without an answer comes: who the model is, how it cuts
+text into tokens and how long it reads is known from its files, so a run that finds everything
+answered loads nothing. The identity names what decides about a logit: the checkpoint, the type
+and kernels it is computed with, the KV cache's type and the engine's very sources. Batch size,
+threads and cache sizes are not part of it; in bfloat16 they may move the last bit of a score.
+"""
+
+import functools
+import gc
+import hashlib
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmbench.bench.accuracy.model import GenerateRequest
+from llmbench.bench.environment import cpu_facts, gpu_facts, package_versions
+from llmbench.bench.errors import BenchError
+from llmbench.bench.model_facts import read_model_facts
+from llmbench.engine.config import EngineConfig
+from llmbench.engine.models.hf_config import load_hf_config
+from llmbench.engine.models.source import resolve_folder
+from llmbench.engine.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmbench.engine.engine_core import EngineCore
+    from llmbench.engine.models.head import Head
+    from llmbench.engine.request import SamplingParams
+    from llmbench.engine.scoring import ContinuationScore, ScoreRequest, ScoringEngine
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_SOURCE_FOLDERS = ("quant", "engine", "bench/accuracy")
+"""What computes logits from a checkpoint and scores from logits."""
+
+
+class EngineModel:
+    """An `EvaluatedModel` on the built-in engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        name: str | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Read the model's files but for its weights; raises EngineError where they are broken.
+
+        `on_progress` hears a line a stage when the weights are loaded.
+        """
+        self.config = config
+        self.name = name or config.model
+        self.folder = resolve_folder(config.model, with_weights=config.load_format != "dummy")
+        self.facts = read_model_facts(self.folder, config)
+        self.max_length = self.facts.max_model_len
+        self._on_progress = on_progress
+        self._scoring: ScoringEngine | None = None
+
+    @functools.cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The asked-for tokenizer, else the model's own."""
+        trust = self.config.trust_remote_code
+        if self.config.tokenizer is not None:
+            other = resolve_folder(self.config.tokenizer, with_weights=False)
+            return load_tokenizer(other, None, trust_remote_code=trust)
+        hf_config = load_hf_config(self.folder, trust_remote_code=trust)
+        return load_tokenizer(self.folder, hf_config, trust_remote_code=trust)
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """All that an answer may depend on besides the request."""
+        config, facts = self.config, self.facts
+        return {
+            "kind": "engine",
+            "model_digest": facts.digest or _dummy_digest(self.folder, config.seed),
+            "quantization": facts.quantization,
+            "dtype": facts.dtype,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "model_backend": config.model_backend,
+            "kernels": self._kernels(),
+            "max_model_len": facts.max_model_len,  # some position encodings depend on it
+            "device": _device_name(config),
+            "packages": package_versions(("llmbench", "torch", "transformers", "tokenizers")),
+            "sources": _source_digest(),
+        }
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return self._scoring is not None
+
+    def load(self) -> "EngineCore":
+        """Load the weights, if they are not there yet."""
+        return self._engine().core
+
+    def score(
+        self, requests: "Sequence[ScoreRequest]", *, with_hidden: bool = False
+    ) -> "Iterator[tuple[int, tuple[ContinuationScore, ...]]]":
+        """Yield (index of the request, scores of its continuations) in order of completion."""
+        if requests:
+            yield from self._engine().score(requests, with_hidden=with_hidden)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[tuple[int, str]]:
+        """Yield (index of the request, its answer's text) in order of completion."""
+        if not requests:
+            return
+        prompts = [request.prompt for request in requests]
+        params = [self._sampling(request) for request in requests]
+        for index, result in self._engine().generate(prompts, params):
+            answer = result.answers[0]
+            if answer.error is not None:
+                raise BenchError(f"the engine could not answer a prompt: {answer.error}")
+            yield index, answer.text
+
+    def head(self) -> "Head":
+        """What turns a final hidden state into logits; loads no layer."""
+        from llmbench.engine.models.head import load_head
+
+        return load_head(self.config)
+
+    def close(self) -> None:
+        """Give the memory back; a later question loads the weights again."""
+        self._scoring = None
+        gc.collect()  # the engine's parts know one another in circles
+
+    def _engine(self) -> "ScoringEngine":
+        if self._scoring is None:
+            from llmbench.engine.engine_core import EngineCore
+            from llmbench.engine.scoring import ScoringEngine
+
+            self._scoring = ScoringEngine(EngineCore(self.config, on_progress=self._on_progress))
+        return self._scoring
+
+    def _sampling(self, request: GenerateRequest) -> "SamplingParams":
+        from llmbench.engine.request import SamplingParams
+
+        # A special token leaves no text behind, so a stop string that is one is met as an id.
+        specials = {
+            added.content: token_id
+            for token_id, added in self.tokenizer.added_tokens_decoder.items()
+            if added.special
+        }
+        return SamplingParams(
+            temperature=request.temperature,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop=request.until,
+            stop_token_ids=tuple(specials[stop] for stop in request.until if stop in specials),
+        )
+
+    def _kernels(self) -> str:
+        """Which kernels the engine takes; without loading it, so by what its choice depends on."""
+        if self.config.compile is False:
+            return "torch"
+        compilers = (os.environ.get("CXX"), "c++", "g++", "clang++")
+        has_compiler = any(name and shutil.which(name.split()[0]) for name in compilers)
+        return "compiled" if has_compiler else "torch"
+
+
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a digest of the rules by which text becomes ids: equal for equal tokenizers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = backend.to_str()
+    else:
+        rules = repr(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.special_tokens_map)
+    return hashlib.sha256(rules.encode()).hexdigest()
+
+
+def _device_name(config: EngineConfig) -> str:
+    """Return the processor that computes: another one may round differently."""
+    if config.device != "cpu" and (gpus := gpu_facts()):
+        return str(gpus[0]["name"])
+    return str(cpu_facts()["model"] or platform.machine())
+
+
+def _dummy_digest(folder: Path, seed: int) -> str:
+    """Stand in for the digest of weights that are drawn from a config and a seed."""
+    content = (folder / "config.json").read_bytes()
+    return hashlib.sha256(content + f" drawn with seed {seed}".encode()).hexdigest()
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Return a digest of the sources, so that a changed checkout never meets old answers."""
+    sha = hashlib.sha256()
+    for folder in _SOURCE_FOLDERS:
+        for path in sorted((_REPOSITORY / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h"):
+                sha.update(str(path.relative_to(_REPOSITORY)).encode())
+                sha.update(path.read_bytes())
+    return sha.hexdigest()
