@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from scipy.special import log_softmax, rel_entr, softmax
+from torch import Tensor
 
 from llmbench.bench.accuracy import divergence
 from llmbench.bench.accuracy.divergence import (
     QualityTotals,
-    negative_log_likelihood,
+    TokenDivergence,
+    item_divergence,
     score_rows,
+    token_divergence,
 )
 from llmbench.bench.accuracy.quality import evaluate_quality
 from llmbench.bench.accuracy.text_windows import cut_text
@@ -22,67 +25,182 @@ from llmbench.bench.errors import BenchError
 from llmbench.engine.config import EngineConfig
 
 ROWS, VOCAB = 9, 33
+Logits = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class LinearHead:
+    """A head of its own; counts the rows that it is asked for at once."""
+
+    weight: Tensor  # [V, H]
+    largest_call: int = 0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.largest_call = max(self.largest_call, len(hidden))
+        return hidden @ self.weight.T
 
 
 @pytest.fixture
-def logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logits() -> Logits:
     generator = torch.Generator().manual_seed(0)
     base = 4 * torch.randn(ROWS, VOCAB, generator=generator)
     return base, base + torch.randn(ROWS, VOCAB, generator=generator), torch.arange(ROWS)
 
 
-def test_scores_equal_scipys(
-    logits: tuple[torch.Tensor, torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def one_row(base: list[float], candidate: list[float], target: int = 0) -> TokenDivergence:
+    return score_rows(torch.tensor([base]), torch.tensor([candidate]), torch.tensor([target]))
+
+
+def test_scores_equal_their_definitions(logits: Logits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(divergence, "CHUNK_ENTRIES", 4 * VOCAB)  # chunks of 4, 4 and 1 rows
     base, candidate, targets = logits
+    rows = (range(ROWS), targets.numpy())
     p, q = softmax(base.double().numpy(), axis=1), softmax(candidate.double().numpy(), axis=1)
-    expected_nll = -log_softmax(candidate.double().numpy(), axis=1)[range(ROWS), targets.numpy()]
-    scores = score_rows(base, candidate, targets)
-    assert scores.kl.tolist() == pytest.approx(rel_entr(p, q).sum(axis=1).tolist(), rel=1e-4)
-    assert scores.nll.tolist() == pytest.approx(expected_nll.tolist(), rel=1e-5)
-    assert scores.is_same_top.tolist() == (p.argmax(1) == q.argmax(1)).tolist()
-    assert negative_log_likelihood(candidate, targets).tolist() == pytest.approx(
-        expected_nll.tolist(), rel=1e-5
+    found = score_rows(base, candidate, targets)
+    assert found.kl.tolist() == pytest.approx(rel_entr(p, q).sum(axis=1).tolist(), rel=1e-12)
+    assert found.delta_p.tolist() == pytest.approx((q[rows] - p[rows]).tolist(), abs=1e-15)
+    assert found.same_top.tolist() == (p.argmax(1) == q.argmax(1)).tolist()
+    for side, stored in ((base, found.base_logprob), (candidate, found.logprob)):
+        expected = log_softmax(side.double().numpy(), axis=1)[rows]
+        assert stored.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_hidden_states_and_heads_give_what_whole_logits_give(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divergence, "LOGIT_ROWS", 4)
+    generator = torch.Generator().manual_seed(1)
+    base = LinearHead(torch.randn(VOCAB, 8, generator=generator).to(dtype))
+    head = LinearHead(torch.randn(VOCAB, 12, generator=generator).to(dtype))  # another width
+    base_hidden = torch.randn(ROWS, 8, generator=generator).to(dtype)
+    hidden = torch.randn(ROWS, 12, generator=generator).to(dtype)
+    found = token_divergence(base_hidden, base, hidden, head, list(range(ROWS)))
+    assert base.largest_call == head.largest_call == 4
+    whole = score_rows(base.logits(base_hidden), head.logits(hidden), torch.arange(ROWS))
+    # Products of other sizes may be summed in another order.
+    tolerance = 1e-5 if dtype is torch.float32 else 0.05
+    assert found.kl.tolist() == pytest.approx(whole.kl.tolist(), rel=tolerance)
+    assert len(found) == ROWS
+
+
+def test_model_does_not_diverge_from_itself(logits: Logits) -> None:
+    base, _, targets = logits
+    found = score_rows(base, base.clone(), targets)
+    assert found.kl.tolist() == found.delta_p.tolist() == [0.0] * ROWS
+    assert found.same_top.all()
+
+
+def test_tiny_divergence_is_not_lost_in_rounding() -> None:
+    """To second order KL is half the variance of the change of logits under p."""
+    base = torch.zeros(1, 1000)
+    change = torch.linspace(-1e-4, 1e-4, 1000)[None]
+    expected = float(change.double().var(correction=0)) / 2
+    found = float(score_rows(base, base + change, torch.tensor([0])).kl)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_divergence_is_of_the_base_from_the_candidate() -> None:
+    """p = (1/2, 1/2), q = (1 - e, e): KL(p || q) = -ln 2 - (ln(1 - e) + ln e) / 2."""
+    found = one_row([0.0, 0.0], [math.log(0.999), math.log(0.001)], target=1)
+    forward = -math.log(2) - 0.5 * (math.log(0.999) + math.log(0.001))
+    assert float(found.kl) == pytest.approx(forward, rel=1e-6)
+    assert float(found.delta_p) == pytest.approx(0.001 - 0.5, rel=1e-6)
+    assert float(found.base_logprob) == pytest.approx(math.log(0.5))
+    backward = one_row([math.log(0.999), math.log(0.001)], [0.0, 0.0])
+    assert float(backward.kl) == pytest.approx(
+        math.log(2) + 0.999 * math.log(0.999) + 0.001 * math.log(0.001), rel=1e-6
     )
 
 
-def test_model_does_not_diverge_from_itself(
-    logits: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> None:
-    base, _, targets = logits
-    scores = score_rows(base, base.clone(), targets)
-    assert scores.kl.tolist() == [0.0] * ROWS
-    assert scores.is_same_top.all()
+def test_token_that_only_the_base_excludes_costs_nothing() -> None:
+    found = one_row([0.0, 0.0, -math.inf], [0.0, 0.0, 0.0], target=2)
+    assert float(found.kl) == pytest.approx(math.log(1.5))
+    assert float(found.base_logprob) == -math.inf
+    assert float(found.delta_p) == pytest.approx(1 / 3)
 
 
-def test_a_token_that_only_the_base_finds_possible_costs_its_log_odds() -> None:
-    """p = (1/2, 1/2), q = (1 - e, e): KL = -ln 2 - (ln(1 - e) + ln e) / 2."""
-    q = torch.tensor([[math.log(0.999), math.log(0.001)]])
-    kl = float(score_rows(torch.zeros(1, 2), q, torch.tensor([0])).kl)
-    assert kl == pytest.approx(-math.log(2) - 0.5 * (math.log(0.999) + math.log(0.001)), rel=1e-5)
+def test_token_that_both_exclude_does_not_count() -> None:
+    assert float(one_row([0.0, -math.inf], [5.0, -math.inf]).kl) == 0
+
+
+def test_token_that_only_the_candidate_excludes_costs_infinitely_much() -> None:
+    found = one_row([0.0, 0.0], [0.0, -math.inf])
+    assert float(found.kl) == math.inf
+    assert float(found.delta_p) == pytest.approx(0.5)
+
+
+def test_rows_with_nan_are_undefined_and_leave_the_others_alone() -> None:
+    broken = torch.tensor([[0.0, math.nan], [0.0, 0.0]])
+    found = score_rows(torch.zeros(2, 2), broken, torch.tensor([0, 0]))
+    assert math.isnan(found.kl[0])
+    assert math.isnan(found.delta_p[0])
+    assert found.same_top.tolist() == [False, True]
+    assert float(found.kl[1]) == 0
+
+
+def test_first_of_equal_tokens_is_the_likeliest() -> None:
+    assert one_row([1.0, 1.0, 0.0], [2.0, 1.0, 0.0]).same_top.all()
+    assert not one_row([1.0, 1.0, 0.0], [1.0, 2.0, 0.0]).same_top.any()
+
+
+def test_other_vocabulary_is_refused() -> None:
+    with pytest.raises(BenchError, match="vocabulary of 3 tokens, found 4"):
+        score_rows(torch.zeros(1, 3), torch.zeros(1, 4), torch.tensor([0]))
+
+
+def test_rows_that_do_not_correspond_are_refused() -> None:
+    head = LinearHead(torch.zeros(3, 2))
+    with pytest.raises(BenchError, match="of 2 targets, found 1 of the base and 2 of"):
+        token_divergence(torch.zeros(1, 2), head, torch.zeros(2, 2), head, [0, 1])
+
+
+def test_nothing_scored_is_no_error() -> None:
+    head = LinearHead(torch.zeros(3, 2))
+    assert len(token_divergence(torch.zeros(0, 2), head, torch.zeros(0, 2), head, [])) == 0
+
+
+def test_item_holds_its_continuations_one_after_another(logits: Logits) -> None:
+    base, candidate, targets = logits
+    whole = item_divergence([score_rows(base, candidate, targets)], "key")
+    parts = [
+        score_rows(base[rows], candidate[rows], targets[rows])
+        for rows in (slice(2), slice(2, ROWS))
+    ]
+    assert item_divergence(parts, "key") == whole
+    assert whole.base_key == "key"
+    assert all(isinstance(value, float) for value in whole.kl)
+    assert all(isinstance(value, bool) for value in whole.same_top)
+
+
+def scores_of(kl: list[float], nll: list[float]) -> TokenDivergence:
+    ones = torch.ones(len(kl), dtype=torch.float64)
+    return TokenDivergence(
+        kl=torch.tensor(kl, dtype=torch.float64),
+        delta_p=ones,
+        same_top=ones.bool(),
+        base_logprob=-ones,
+        logprob=-torch.tensor(nll, dtype=torch.float64),
+    )
 
 
 def test_totals_weigh_positions_alike_and_take_their_error_from_windows() -> None:
     totals = QualityTotals()
     for kl, nll in (([0.1, 0.3], [1.0, 2.0]), ([0.5], [4.0])):
-        scores = divergence.RowScores(
-            nll=torch.tensor(nll), kl=torch.tensor(kl), is_same_top=torch.tensor([True] * len(kl))
-        )
-        totals.add(torch.ones(len(kl)), scores)
+        totals.add(scores_of(kl, nll))
         totals.end_window()
     found = totals.result()
     assert found.perplexity == pytest.approx(math.exp(7 / 3))
     assert found.base_perplexity == pytest.approx(math.e)
     assert found.kl_mean == pytest.approx(0.3)
-    assert found.kl_sem == pytest.approx(0.3 / 2)  # window means 0.2 and 0.5: sd 0.212, / sqrt 2
+    # Sums 0.4 and 0.5, where 0.6 and 0.3 were expected: sqrt(2 / 1 * (0.2^2 + 0.2^2)) / 3 tokens.
+    assert found.kl_sem == pytest.approx(0.4 / 3)
     assert found.num_tokens == 3
 
 
 def test_one_window_has_no_standard_error() -> None:
     totals = QualityTotals()
-    ones = torch.ones(2)
-    totals.add(ones, divergence.RowScores(nll=ones, kl=ones, is_same_top=ones.bool()))
+    totals.add(scores_of([1.0, 1.0], [1.0, 1.0]))
     totals.end_window()
     assert totals.result().kl_sem is None
 

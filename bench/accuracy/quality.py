@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from llmbench.bench.accuracy.divergence import (
+    LOGIT_ROWS,
     Quality,
     QualityTotals,
-    negative_log_likelihood,
+    row_slices,
     score_rows,
 )
 from llmbench.bench.accuracy.text_windows import TextWindows, cut_text
@@ -24,8 +25,6 @@ from llmbench.engine.models.source import resolve_folder
 from llmbench.engine.window import WindowModel
 
 WINDOW = 2048
-LOGIT_ROWS = 256
-"""Positions whose logits are held at once, per model."""
 
 
 def evaluate_quality(
@@ -78,15 +77,13 @@ def _add_window(
     models: Mapping[str, WindowModel],
     totals: Mapping[str, QualityTotals],
 ) -> None:
-    targets = torch.tensor(tokens[1:], device=reference.loaded.device)
+    targets = torch.tensor(tokens[1:])
     hidden = reference.hidden(tokens)[:-1]
     others = {name: model.hidden(tokens)[:-1] for name, model in models.items()}
-    for start in range(0, len(targets), LOGIT_ROWS):
-        rows = slice(start, start + LOGIT_ROWS)
+    for rows in row_slices(len(targets), LOGIT_ROWS):
         logits = reference.logits(hidden[rows])
-        base_nll = negative_log_likelihood(logits, targets[rows])
         for name, model in models.items():
             scores = score_rows(logits, model.logits(others[name][rows]), targets[rows])
-            totals[name].add(base_nll, scores)
+            totals[name].add(scores)
     for total in totals.values():
         total.end_window()
