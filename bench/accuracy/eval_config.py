@@ -44,6 +44,7 @@ class EvalConfig:
         protocol: How `perplexity` cuts and weighs it.
         window: Tokens of its windows; None takes the protocol's.
         stride: Tokens from one window of `strided` to the next.
+        joiner: What is put between the rows of a text; None takes the papers' two line feeds.
     """
 
     tasks: tuple[str, ...]
@@ -64,6 +65,7 @@ class EvalConfig:
     protocol: PerplexityProtocol = "gptq"
     window: int | None = None
     stride: int | None = None
+    joiner: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks:

@@ -19,7 +19,7 @@ from llmbench.bench.accuracy.questions import rule_of
 from llmbench.bench.accuracy.task import Task, TaskGroup, TaskSelection
 from llmbench.bench.accuracy.task_catalog import load_tasks
 from llmbench.bench.accuracy.task_data import load_task_data
-from llmbench.bench.accuracy.text_source import Text, read_text
+from llmbench.bench.accuracy.text_source import JOINER, Text, read_text
 from llmbench.bench.errors import BenchConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class PreparedTask:
         source: Where the rows are from.
         sha256s: Of the data, by split.
         deviations: How the data differ from what the task's name promises, a sentence each.
+        notice: What was asked for and does not apply to the task.
     """
 
     task: Task
@@ -46,6 +47,7 @@ class PreparedTask:
     source: str
     sha256s: Mapping[str, str]
     deviations: tuple[str, ...]
+    notice: str | None = None
 
     @property
     def num_shots(self) -> int:
@@ -84,6 +86,12 @@ class PreparedEval:
         """How the data differ from what the tasks' names promise, each said once."""
         found = [line for each in self.tasks for line in each.deviations]
         return tuple(dict.fromkeys(found))
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was asked for and does not apply, and how the data deviate; each said once."""
+        ignored = [each.notice for each in self.tasks if each.notice is not None]
+        return (*dict.fromkeys(ignored), *self.deviations)
 
     def facts(self) -> dict[str, Any]:
         """What a reader of the results wants to know of the questions, as JSON types."""
@@ -148,7 +156,8 @@ def prepare(
         )
     text = None
     if config.text is not None:
-        text = read_text(config.text, data_dir=config.data_dir)
+        joiner = JOINER if config.joiner is None else config.joiner
+        text = read_text(config.text, data_dir=config.data_dir, joiner=joiner)
     return PreparedEval(
         config=config,
         tasks=tuple(
@@ -165,7 +174,7 @@ def prepare(
 def _prepare_task(
     task: Task, config: EvalConfig, limit: int | None, chat: Chat | None
 ) -> PreparedTask:
-    num_shots, _ = choose_num_fewshot(task, config.num_fewshot)
+    num_shots, notice = choose_num_fewshot(task, config.num_fewshot)
     data = load_task_data(task, config.data_dir, needs_pool=num_shots > 0)
     prompts = build_prompts(
         task,
@@ -188,6 +197,7 @@ def _prepare_task(
         source=str(data.source),
         sha256s=data.sha256s,
         deviations=data.deviations,
+        notice=notice,
     )
 
 

@@ -1,0 +1,226 @@
+"""What an evaluation found: scores of tasks and groups, a text's perplexity, and a comparison.
+
+Everything here follows from item records, so it is computed anew from a folder, or from those of
+several shards, without any model. A group whose questions count alike, such as the 57 subjects of
+MMLU, is compared with the baseline as one: 57 tests would hide what they find together.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmbench.bench import strict_json
+from llmbench.bench.accuracy.aggregate import GroupScore, TaskScore, score_groups, score_task
+from llmbench.bench.accuracy.divergence_summary import DivergenceSummary, summarize_divergence
+from llmbench.bench.accuracy.eval_config import PERPLEXITY
+from llmbench.bench.accuracy.eval_plan import PreparedEval
+from llmbench.bench.accuracy.items import ItemRecord
+from llmbench.bench.accuracy.paired import compare_items
+from llmbench.bench.accuracy.paired_score import PairedScore, adjust
+from llmbench.bench.accuracy.perplexity import Perplexity, WindowLoss, perplexity_of
+from llmbench.bench.accuracy.task import TaskGroup
+from llmbench.bench.accuracy.text_windows import TextWindows
+from llmbench.bench.accuracy.verdict import caveats, verdict
+
+SCHEMA_VERSION = 1
+
+Items = Mapping[str, Sequence[ItemRecord]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A candidate against its baseline on the same items.
+
+    Attributes:
+        paired: Of each task, or of a group whose questions count alike; p-values adjusted.
+        divergence: Of all scored tokens together; None where it was not measured.
+        task_divergence: By task.
+        notes: What a reader of the verdict has to know.
+    """
+
+    baseline: str
+    paired: tuple[PairedScore, ...]
+    divergence: DivergenceSummary | None
+    task_divergence: Mapping[str, DivergenceSummary]
+    verdict: str
+    notes: tuple[str, ...]
+
+    def to_record(self) -> dict[str, Any]:
+        """Return strict JSON types."""
+        return {
+            "baseline": self.baseline,
+            "verdict": self.verdict,
+            "notes": list(self.notes),
+            "paired": [score.to_record() for score in self.paired],
+            "divergence": None if self.divergence is None else self.divergence.to_record(),
+            "task_divergence": {
+                task: summary.to_record() for task, summary in self.task_divergence.items()
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """All scores of one model.
+
+    Attributes:
+        is_complete: Whether every item was answered; groups are only scored then.
+        notices: What a reader of the scores has to know, a sentence each.
+        items: By task, in order of documents.
+    """
+
+    model: str
+    is_complete: bool
+    tasks: Mapping[str, TaskScore]
+    groups: Mapping[str, GroupScore]
+    perplexity: Perplexity | None
+    notices: tuple[str, ...] = ()
+    comparison: Comparison | None = None
+    items: Items = field(repr=False)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Reasons not to believe the scores; a run with any is invalid."""
+        found = [f"{task.task}: {flag}" for task in self.tasks.values() for flag in task.flags]
+        if self.perplexity is not None and self.perplexity.reason is not None:
+            found.append(f"{PERPLEXITY}: {self.perplexity.reason}")
+        return tuple(found)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return strict JSON types: what scores.json holds."""
+        plain: dict[str, Any] = strict_json.strict(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "model": self.model,
+                "status": "complete" if self.is_complete else "partial",
+                "tasks": {name: score.to_record() for name, score in self.tasks.items()},
+                "groups": {name: score.to_record() for name, score in self.groups.items()},
+                "perplexity": None if self.perplexity is None else self.perplexity.to_record(),
+                "comparison": None if self.comparison is None else self.comparison.to_record(),
+                "flags": self.flags,
+                "notices": self.notices,
+            }
+        )
+        return plain
+
+
+def score_items(
+    prepared: PreparedEval,
+    items: Items,
+    windows: TextWindows | None,
+    *,
+    model: str,
+    is_complete: bool = True,
+    notices: Sequence[str] = (),
+) -> EvalResult:
+    """Score answered items; tasks without any are left out, and so are groups of a partial run."""
+    tasks = {
+        each.task.name: score_task(each.task, items[each.task.name])
+        for each in prepared.tasks
+        if items.get(each.task.name)
+    }
+    perplexity = None
+    if windows is not None and (answered := items.get(PERPLEXITY)):
+        perplexity = perplexity_of([_loss(item) for item in answered], windows)
+    return EvalResult(
+        model=model,
+        is_complete=is_complete,
+        tasks=tasks,
+        groups=score_groups(prepared.groups, tasks) if is_complete else {},
+        perplexity=perplexity,
+        notices=tuple(notices),
+        items=items,
+    )
+
+
+def compare(prepared: PreparedEval, result: EvalResult, base: Items, baseline: str) -> EvalResult:
+    """Add the comparison with a baseline; items that only one model answered are left out."""
+    ours, theirs = _shared(result.items, base)
+    paired = [
+        compare_items(
+            [item for task in tasks for item in theirs[task]],
+            [item for task in tasks for item in ours[task]],
+            metric,
+            name=name,
+        )
+        for name, tasks, metric in _units(prepared, ours)
+    ]
+    adjusted = adjust(paired)
+    summaries = {
+        task: summarize_divergence(found)
+        for task, items in ours.items()
+        if (found := [item.divergence for item in items if item.divergence is not None])
+    }
+    whole = None
+    if summaries:
+        whole = summarize_divergence(
+            [item.divergence for items in ours.values() for item in items if item.divergence]
+        )
+    return dataclasses.replace(
+        result,
+        comparison=Comparison(
+            baseline=baseline,
+            paired=adjusted,
+            divergence=whole,
+            task_divergence=summaries,
+            verdict=verdict(adjusted, whole, base=baseline),
+            notes=caveats(adjusted, whole),
+        ),
+    )
+
+
+def _loss(item: ItemRecord) -> WindowLoss:
+    return WindowLoss(nll=-sum(item.loglikelihoods or ()), num_tokens=sum(item.num_tokens))
+
+
+def _shared(items: Items, base: Items) -> tuple[dict[str, list[ItemRecord]], ...]:
+    """Return both models' items of the documents that both answered.
+
+    Windows of a text are cut by a model's own tokenizer: where the two cut otherwise, the text's
+    windows are no pairs and are left out.
+    """
+    ours: dict[str, list[ItemRecord]] = {}
+    theirs: dict[str, list[ItemRecord]] = {}
+    for task, answered in items.items():
+        of_base = {item.doc_id: item for item in base.get(task, ())}
+        both = [item for item in answered if item.doc_id in of_base]
+        if task == PERPLEXITY:
+            both = [item for item in both if item.prompt_hash == of_base[item.doc_id].prompt_hash]
+        if both:
+            ours[task] = both
+            theirs[task] = [of_base[item.doc_id] for item in both]
+    return ours, theirs
+
+
+def _units(prepared: PreparedEval, items: Items) -> list[tuple[str, tuple[str, ...], str]]:
+    """Return (name, tasks, metric) of each comparison."""
+    metrics = {
+        each.task.name: each.task.primary_metric
+        for each in prepared.tasks
+        if each.task.name in items
+    }
+    units: list[tuple[str, tuple[str, ...], str]] = []
+    left = dict.fromkeys(metrics)
+    for group in reversed(prepared.groups):  # those that hold others come last
+        members = tuple(name for name in _below(group, prepared.groups) if name in left)
+        used = {group.metric or metrics[name] for name in members}
+        if group.weighting == "items" and len(members) > 1 and len(used) == 1:
+            units.append((group.name, members, used.pop()))
+            for name in members:
+                del left[name]
+    units += [(name, (name,), metrics[name]) for name in left]
+    order = list(metrics)
+    units.sort(key=lambda unit: order.index(unit[1][0]))
+    if PERPLEXITY in items:
+        units.append((PERPLEXITY, (PERPLEXITY,), PERPLEXITY))
+    return units
+
+
+def _below(group: TaskGroup, groups: Sequence[TaskGroup]) -> list[str]:
+    """Return the names of all tasks below a group."""
+    by_name = {each.name: each for each in groups}
+    found: list[str] = []
+    for name in group.members:
+        found += _below(by_name[name], groups) if name in by_name else [name]
+    return found
