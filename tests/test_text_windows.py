@@ -141,7 +141,7 @@ def test_default_window_is_what_the_model_reads_at_most(byte_tokenizer: Callable
         ("gptq", {"window": 99}, "expected a window of 2 to 64 tokens"),
         ("gptq", {"stride": 4}, "a stride is for the protocol strided"),
         ("strided", {"window": 8, "stride": 9}, "would leave tokens out"),
-        ("strided", {"window": 64, "stride": 64}, "the model reads 64"),
+        ("llamacpp", {"window": 1}, "expected a window of 2 to 64 tokens, which the model reads"),
     ],
 )
 def test_impossible_windows_are_refused(

@@ -8,7 +8,8 @@ The job is a JSON object:
 
     model          folder of a checkpoint
     data_dir       folder laid out as in FILES below
-    tasks          {name: {"num_fewshot": 25 | null, "limit": 50 | null}}; `mmlu`, `kobest`
+    tasks          {name: {"num_fewshot": 25 | null, "limit": 50 | null}}; `mmlu` is all subjects,
+                   null leaves the harness's own shots, which for most tasks are none
     output         JSON file to write, anew after every task
     dtype          "float32" | "bfloat16" | "auto" (default)
     batch_size     1 (default), or sizes in rising order, of which the fastest is sought per task
@@ -90,27 +91,45 @@ STOCK = {
 """The harness's own file of each task, in its folder of tasks."""
 
 SPLITS = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
-KOBEST = tuple(f"kobest_{name}" for name in ("boolq", "copa", "hellaswag", "sentineg", "wic"))
+GROUPS = {
+    "kobest": tuple(f"kobest_{name}" for name in ("boolq", "copa", "hellaswag", "sentineg", "wic")),
+    "open-llm-v1": (
+        "arc_challenge",
+        "hellaswag",
+        "mmlu",
+        "truthfulqa_mc2",
+        "winogrande",
+        "gsm8k",
+    ),
+}
+"""Names that stand for several tasks."""
+
+
+def local_files(name: str) -> dict[str, list[str]] | None:
+    """Files of a task by split; a subject of `mmlu` reads those of all subjects."""
+    return FILES.get("mmlu" if name.startswith("mmlu_") else name)
 
 
 def write_overrides(
     folder: Path, name: str, files: Mapping[str, list[str]], data_dir: Path, stock: Path
 ) -> list[str]:
-    """Write the YAML of a task (of every subject of `mmlu`) into `folder`; returns their names."""
+    """Write a task's YAML into `folder`, or one a subject of `mmlu`; returns the tasks' names."""
     paths = {split: [data_dir / path for path in listed] for split, listed in files.items()}
     for listed in paths.values():
         for path in listed:
             if not path.is_file():
                 raise SystemExit(f"{name}: no file {path}")
-    if name == "mmlu":
-        return _write_subjects(folder, paths, stock / "mmlu" / "default")
+    if name.partition("_")[0] == "mmlu":
+        return _write_subjects(folder, name, paths, stock / "mmlu" / "default")
     group, _, task = name.partition("_")
     own = f"kobest/kobest_{task}.yaml" if group == "kobest" else STOCK[name]
     _write_yaml(folder, name, stock / own, paths)
     return [name]
 
 
-def _write_subjects(folder: Path, paths: Mapping[str, list[Path]], stock: Path) -> list[str]:
+def _write_subjects(
+    folder: Path, wanted: str, paths: Mapping[str, list[Path]], stock: Path
+) -> list[str]:
     rows: dict[str, dict[str, list[str]]] = {}
     for split, listed in paths.items():
         for path in listed:
@@ -119,6 +138,8 @@ def _write_subjects(folder: Path, paths: Mapping[str, list[Path]], stock: Path) 
                 rows.setdefault(subject, {}).setdefault(split, []).append(line)
     names = []
     for subject, by_split in sorted(rows.items()):
+        if wanted not in ("mmlu", f"mmlu_{subject}"):
+            continue
         files = {}
         for split, lines in by_split.items():
             path = folder / f"{subject}-{split}.jsonl"
@@ -206,17 +227,18 @@ class Harness:
         import lm_eval.tasks
 
         stock = Path(lm_eval.tasks.__file__).parent
-        files = self.job.get("files", {}).get(name) or FILES[name]
+        files = self.job.get("files", {}).get(name) or local_files(name)
+        if files is None:
+            raise SystemExit(f"{name}: no local files are known; name them under `files`")
         return write_overrides(self.folder, name, files, Path(self.job["data_dir"]), stock)
 
     def run(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluate a task at its best batch size."""
         from lm_eval.tasks import TaskManager
 
-        folder = self.folder / name
         names = self.tasks(name)
         manager = TaskManager(include_path=str(self.folder), include_defaults=False)
-        loaded = manager.load(names)["tasks"]
+        manager.load(names)  # reads and caches the data, which is no part of the time below
         sizes = self.job.get("batch_size", 1)
         sizes = sizes if isinstance(sizes, list) else [sizes]
         probes: dict[int, float] = {}
@@ -231,7 +253,6 @@ class Harness:
         start = time.perf_counter()
         result = self._evaluate(names, manager, settings, size)
         seconds = time.perf_counter() - start
-        del loaded, folder
         samples = {task: [_sample(row) for row in rows] for task, rows in result["samples"].items()}
         return {
             "seconds": seconds,
@@ -317,8 +338,7 @@ def main(job: dict[str, Any]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     wanted: dict[str, Any] = {}
     for name, settings in job["tasks"].items():
-        members = KOBEST if name == "kobest" else (name,)
-        wanted.update(dict.fromkeys(members, settings))
+        wanted.update(dict.fromkeys(GROUPS.get(name, (name,)), settings))
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("HF_DATASETS_CACHE", f"{folder}/datasets")
         overrides = Path(folder) / "tasks"

@@ -8,9 +8,8 @@ Per word and per byte it is comparable between models with different tokenizers:
 text's tokens is spread over the words and bytes of the raw text, as it was before tokenization.
 Where not every token is scored, the unscored ones count with the mean of the others.
 
-The interval treats windows as the sample: with mean m = sum nll / sum n, the variance of this ratio
-is k / (k-1) * sum (nll_w - m n_w)^2 / (sum n)^2 (Cochran 1977, section 2.11), on k-1 degrees of
-freedom. Tokens of a window depend on one another; to take each as a draw would promise too much.
+The interval is over windows (`intervals.ratio_interval`), since tokens of one window depend on each
+other: to take each as a draw would promise too much.
 """
 
 import math
@@ -18,11 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llmbench.bench.accuracy.intervals import ratio_interval
 from llmbench.bench.accuracy.model import EvaluatedModel
+from llmbench.bench.accuracy.scoring import perplexity
 from llmbench.bench.accuracy.text_windows import TextWindows
-
-LOG_LARGEST = math.log(1.7e308)
-"""Beyond this mean loss the exponential is no float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +45,14 @@ class Perplexity:
         protocol: All that the numbers depend on besides the model.
     """
 
-    token: float | None
+    token: float | None = None
     reason: str | None
-    low: float | None
-    high: float | None
-    word: float | None
-    byte: float | None
-    bits_per_byte: float | None
-    nll: float | None
+    low: float | None = None
+    high: float | None = None
+    word: float | None = None
+    byte: float | None = None
+    bits_per_byte: float | None = None
+    nll: float | None = None
     num_tokens: int
     num_windows: int
     num_words: int
@@ -64,20 +62,6 @@ class Perplexity:
     def to_record(self) -> dict[str, Any]:
         """Return the JSON form."""
         return asdict(self)
-
-
-def mean_loss(losses: Sequence[WindowLoss]) -> tuple[float, float | None]:
-    """Mean loss a token, and its standard error over windows: None for fewer than two.
-
-    At least one token must have been scored.
-    """
-    num_tokens = sum(loss.num_tokens for loss in losses)
-    mean = math.fsum(loss.nll for loss in losses) / num_tokens
-    k = len(losses)
-    if k < 2:
-        return mean, None
-    squares = math.fsum((loss.nll - mean * loss.num_tokens) ** 2 for loss in losses)
-    return mean, math.sqrt(k / (k - 1) * squares) / num_tokens
 
 
 def perplexity_of(losses: Sequence[WindowLoss], text: TextWindows) -> Perplexity:
@@ -104,19 +88,18 @@ def perplexity_of(losses: Sequence[WindowLoss], text: TextWindows) -> Perplexity
         "protocol": text.protocol,
     }
     if reason is not None:
-        empty = ("token", "low", "high", "word", "byte", "bits_per_byte", "nll")
-        return Perplexity(**dict.fromkeys(empty, None), **facts)
-    mean, error = mean_loss(losses)
-    low, high = _interval(mean, error, len(losses))
-    per_text = mean * text.num_text_tokens
+        return Perplexity(**facts)
+    nll = math.fsum(loss.nll for loss in losses)
+    ends = ratio_interval([loss.nll for loss in losses], [loss.num_tokens for loss in losses])
+    of_text = nll / num_tokens * text.num_text_tokens
     return Perplexity(
-        token=_exp(mean),
-        low=low,
-        high=high,
-        word=_exp(per_text / num_words) if num_words else None,
-        byte=_exp(per_text / num_bytes),
-        bits_per_byte=per_text / num_bytes / math.log(2),
-        nll=math.fsum(loss.nll for loss in losses),
+        token=perplexity(-nll, num_tokens),
+        low=perplexity(-ends[0], 1) if ends else None,
+        high=perplexity(-ends[1], 1) if ends else None,
+        word=perplexity(-of_text, num_words) if num_words else None,
+        byte=perplexity(-of_text, num_bytes),
+        bits_per_byte=of_text / num_bytes / math.log(2),
+        nll=nll,
         **facts,
     )
 
@@ -141,18 +124,3 @@ def measure_perplexity(
         if on_window is not None:
             on_window(missing[position], loss, perplexity_of(list(losses.values()), text))
     return perplexity_of([losses[index] for index in sorted(losses)], text)
-
-
-def _interval(
-    mean: float, error: float | None, num_windows: int
-) -> tuple[float | None, float | None]:
-    if error is None:
-        return None, None
-    from scipy import stats
-
-    reach = float(stats.t.ppf(0.975, num_windows - 1)) * error
-    return _exp(mean - reach), _exp(mean + reach)
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < LOG_LARGEST else math.inf

@@ -129,10 +129,11 @@ def cut_windows(
     add_bos: bool | None = None,
     limit: int | None = None,
 ) -> TextWindows:
-    """Cut a text into windows that a model of `max_length` tokens can read.
+    """Cut a text into windows for a model that reads at most `max_length` tokens at a time.
 
-    A text shorter than one window is a single, shorter one. `stride` is for `strided` alone: half
-    a window unless given. `limit` keeps the first windows.
+    A window's last token is predicted and never read. A text shorter than one window is a single,
+    shorter one. `stride` is for `strided` alone: half a window unless given. `limit` keeps the
+    first windows.
 
     Raises:
         BenchConfigError: a window that the model cannot read, or a stride that leaves tokens out.
@@ -144,11 +145,6 @@ def cut_windows(
     if step > size:
         raise BenchConfigError(
             f"a stride of {step} would leave tokens out between windows of {size}"
-        )
-    if step == size and kind == "strided" and size >= max_length:
-        raise BenchConfigError(
-            f"windows of {size} at a stride of {step} read one token more as context, and the "
-            f"model reads {max_length}"
         )
     ids, has_bos = encode_text(source.text, tokenizer, add_bos)
     if kind == "strided":
