@@ -10,6 +10,7 @@ threads and cache sizes are not part of it; in bfloat16 they may move the last b
 import functools
 import gc
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -118,9 +119,11 @@ class EngineModel:
             yield index, answer.text
 
     def head(self) -> "Head":
-        """What turns a final hidden state into logits; loads no layer."""
-        from llmbench.engine.models.head import load_head
+        """What turns a final hidden state into logits: the loaded model's, else read alone."""
+        from llmbench.engine.models.head import head_of, load_head
 
+        if self._scoring is not None:
+            return head_of(self._scoring.core.loaded)
         return load_head(self.config)
 
     def close(self) -> None:
@@ -166,7 +169,9 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a digest of the rules by which text becomes ids: equal for equal tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        rules = backend.to_str()
+        parts = json.loads(backend.to_str())
+        parts["truncation"] = parts["padding"] = None  # settings of the last call
+        rules = json.dumps(parts, sort_keys=True)
     else:
         rules = repr(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.special_tokens_map)
     return hashlib.sha256(rules.encode()).hexdigest()

@@ -15,6 +15,7 @@ distributions (baseline_store.py).
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmbench.bench import strict_json
 from llmbench.bench.accuracy.encoding import Encoder
+from llmbench.bench.accuracy.engine_model import EngineModel, tokenizer_digest
 from llmbench.bench.accuracy.eval_config import PERPLEXITY
 from llmbench.bench.accuracy.eval_folder import EvalFolder, baseline_folder, build_eval_manifest
 from llmbench.bench.accuracy.eval_plan import PreparedEval
@@ -73,12 +75,14 @@ def evaluate(
     baseline: EvaluatedModel | None = None,
     with_divergence: bool = True,
     store_root: Path | None = None,
+    store_limit_bytes: int | None = None,
     settings: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> EvalResult:
     """Evaluate a model and, first, its baseline; resumes what the folder or the cache holds.
 
-    `store_root` replaces the cache for baselines' hidden states. `settings` go to the manifest.
+    `store_root` replaces the cache for baselines' hidden states, `store_limit_bytes` the limit of
+    its size. `settings` go to the manifest.
 
     Raises:
         BenchError: models that cannot be compared, a folder of another run, a baseline that does
@@ -91,9 +95,13 @@ def evaluate(
         store = None
         if with_divergence:
             from llmbench.bench.accuracy.baseline_store import BaselineStore
+            from llmbench.bench.accuracy.store_folders import DEFAULT_LIMIT_BYTES
 
             check_comparable(baseline, model)
-            store = stack.enter_context(BaselineStore(baseline.identity, root=store_root))
+            limit = DEFAULT_LIMIT_BYTES if store_limit_bytes is None else store_limit_bytes
+            store = stack.enter_context(
+                BaselineStore(baseline.identity, root=store_root, limit_bytes=limit)
+            )
         answers = evaluate_baseline(
             prepared,
             baseline,
@@ -160,8 +168,6 @@ def check_comparable(baseline: EvaluatedModel, model: EvaluatedModel) -> None:
     Raises:
         BenchError: another tokenizer or vocabulary, or a model without hidden states.
     """
-    from llmbench.bench.accuracy.engine_model import tokenizer_digest
-
     for each in (baseline, model):
         list(each.score((), with_hidden=True))  # a server refuses; the engine loads nothing yet
     digests = [tokenizer_digest(each.tokenizer) for each in (baseline, model)]
@@ -235,6 +241,7 @@ class _Run:
             )
         self._num_items = prepared.num_items + len(self._window_numbers)
         self._num_done = 0
+        self._num_short_answers: Counter[str] = Counter()
         self._running = {
             each.task.name: RunningScore(each.task.name, each.task.primary_metric)
             for each in prepared.tasks
@@ -245,9 +252,7 @@ class _Run:
         self, path: Path, settings: Mapping[str, Any] | None, baseline: BaselineAnswers | None
     ) -> EvalResult:
         """Answer everything into a folder."""
-        if self._prepared.config.on_overflow == "error":
-            for _ in self._questions():  # refused now, not behind hours of work
-                pass
+        self._look_ahead()
         manifest = build_eval_manifest(
             self._prepared,
             self._model,
@@ -264,6 +269,25 @@ class _Run:
                 raise
             return self._finish(folder, is_complete=True)
 
+    def _look_ahead(self) -> None:
+        """Refuse now what would be refused behind hours of work: long prompts, a full disk."""
+        if self._store is None and self._prepared.config.on_overflow != "error":
+            return
+        num_tokens = num_answers = 0
+        for question in self._questions():
+            if self._store is not None and not self._store.has(
+                question.key(self.digest), with_hidden=bool(question.requests)
+            ):
+                num_tokens += sum(map(len, question.continuations))
+                num_answers += 1
+        if self._store is not None and isinstance(self._model, EngineModel):
+            self._store.require_room(
+                num_tokens=num_tokens,
+                hidden_size=self._model.facts.hidden_size,
+                dtype=self._model.facts.dtype,
+                num_answers=num_answers,
+            )
+
     def _finish(self, folder: EvalFolder, *, is_complete: bool) -> EvalResult:
         """Score what there is and write it down."""
         answered: dict[str, list[ItemRecord]] = {}
@@ -276,13 +300,31 @@ class _Run:
             self.windows,
             model=self._model.name,
             is_complete=is_complete,
-            notices=(*self._prepared.notices, *self._encoder.notices),
+            notices=self._notices(answered),
         )
         if self._baseline is not None:
             result = compare(self._prepared, result, self._baseline.items, self._baseline.name)
         record = result.to_record()
         folder.finish(record, list(record["tasks"].values()), is_complete=is_complete)
         return result
+
+    def _notices(self, answered: Mapping[str, Sequence[ItemRecord]]) -> list[str]:
+        """What a reader of the scores has to know."""
+        notices = [*self._prepared.notices, *self._encoder.notices]
+        if self.windows is not None:
+            notices.append(f"{PERPLEXITY}: {self.windows.protocol}")
+        for task, items in answered.items():
+            if num_cut := sum(item.num_truncated_tokens > 0 for item in items):
+                notices.append(
+                    f"{task}: {num_cut} of {len(items)} prompts lost their beginning, to fit in "
+                    f"{self.max_length} tokens"
+                )
+        for task, count in self._num_short_answers.items():
+            notices.append(
+                f"{task}: {count} answers had less room than the task allows, in "
+                f"{self.max_length} tokens"
+            )
+        return notices
 
     def _doc_ids(self) -> Iterator[tuple[str, Sequence[int]]]:
         for each in self._prepared.tasks:
@@ -311,7 +353,10 @@ class _Run:
     def _answer(self, folder: EvalFolder) -> None:
         wave: list[Question] = []
         num_tokens = 0
+        self._num_short_answers.clear()
         for question in self._questions():
+            if question.is_answer_cut:
+                self._num_short_answers[question.draft.task] += 1
             if (record := self._known(folder, question)) is not None:
                 self._count(record)
                 continue

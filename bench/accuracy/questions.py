@@ -46,6 +46,7 @@ class Question:
         requests: Continuations to score; empty where an answer is generated.
         places: Of each continuation of the item, in its order: (request, continuation in it).
         is_whole_text: Whether the continuations are one text, and their sum the answer.
+        is_answer_cut: Whether the answer may be shorter than the task allows.
         digest: Of all that is asked and what it is scored by, without the model.
         worth: The task's rule.
     """
@@ -55,6 +56,7 @@ class Question:
     places: tuple[tuple[int, int], ...] = ()
     generate: GenerateRequest | None = None
     is_whole_text: bool = False
+    is_answer_cut: bool = False
     digest: str
     worth: Worth
 
@@ -193,6 +195,8 @@ def _question(
     requests: "tuple[ScoreRequest, ...]" = (),
     places: tuple[tuple[int, int], ...] = (),
     generate: GenerateRequest | None = None,
+    *,
+    is_answer_cut: bool = False,
 ) -> Question:
     asked: list[Any]
     if generate is not None:
@@ -224,6 +228,7 @@ def _question(
         places=places,
         generate=generate,
         is_whole_text=task.output_type == "loglikelihood_rolling",
+        is_answer_cut=is_answer_cut,
         digest=strict_json.digest(
             [task.name, task.digest, prompt.doc_hash, prompt.target_hash, asked]
         ),
@@ -264,7 +269,14 @@ def _generations(
             temperature=settings.temperature if settings.do_sample else 0.0,
             seed=prompt.doc_id,
         )
-        yield _question(task, prompt, worth, made.num_dropped, generate=request)
+        yield _question(
+            task,
+            prompt,
+            worth,
+            made.num_dropped,
+            generate=request,
+            is_answer_cut=made.is_cut,
+        )
 
 
 def _window_worth(record: ItemRecord) -> ItemScore:

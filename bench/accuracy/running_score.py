@@ -75,7 +75,8 @@ class RunningScore:
                 interval = wilson_interval(self._sum, self._n)
             elif self._n > 1:
                 spread = max(0.0, self._squares - self._n * value * value) / (self._n - 1)
-                interval = normal_interval(value, math.sqrt(spread / self._n))
+                ends = normal_interval(value, math.sqrt(spread / self._n))
+                interval = max(0.0, ends[0]), min(1.0, ends[1])  # every such metric is a share
         low, high = interval
         return Estimate(
             task=self._task, metric=self._metric, value=value, low=low, high=high, num_items=self._n
