@@ -106,7 +106,7 @@ def _csv(text: str, path: Path) -> list[dict[str, Any]]:
                 raise WorkloadError(f"{path}:{reader.line_num} has not the {width} columns")
             rows.append(dict(row))
     except csv.Error as error:
-        raise WorkloadError(f"{path}:{reader.line_num} is not CSV: {error}") from error
+        raise WorkloadError(f"{path}:{reader.line_num + 1} is not CSV: {error}") from error
     return rows
 
 

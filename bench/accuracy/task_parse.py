@@ -28,7 +28,15 @@ _DEFAULT_METRICS: Mapping[str, tuple[str, ...]] = {
 }
 _METRICS: Mapping[str, tuple[str, ...]] = {
     **_DEFAULT_METRICS,
-    "multiple_choice": ("acc", "acc_norm", "acc_bytes", "mc2", "f1"),
+    "multiple_choice": (
+        "acc",
+        "acc_norm",
+        "acc_norm_bytes",
+        "acc_bytes",
+        "mc2",
+        "exact_match",
+        "f1",
+    ),
 }
 _TEMPLATES = (
     "description",
@@ -58,6 +66,7 @@ def parse_task(found: Definition) -> Task:
     shots = keys.get("num_fewshot")
     if shots is not None and shots < 0:
         raise found.refuse("num_fewshot", f"num_fewshot must be at least 0, found {shots}")
+    _check_official(found)
     dataset_path, local_files = _data(found)
     metrics, settings = _metrics(found, output_type)
     filters = tuple(_filter(found, item) for item in keys.get("filter_list") or ())
@@ -150,6 +159,21 @@ def _check_templates(found: Definition, output_type: str) -> None:
         raise error
 
 
+def _check_official(found: Definition) -> None:
+    """Refuse facts on the published data set that are no counts."""
+    mix = found.keys.get("official_mix")
+    if mix is not None and (
+        set(mix) != {"field", "split", "counts"} or not isinstance(mix["counts"], dict)
+    ):
+        raise found.refuse("official_mix", "official_mix needs field, split and counts")
+    for key, counts in (
+        ("official_sizes", found.keys.get("official_sizes", {})),
+        ("official_mix", mix["counts"] if mix else {}),
+    ):
+        if not all(type(count) is int and count > 0 for count in counts.values()):
+            raise found.refuse(key, f"{key} needs whole numbers above 0, found {counts!r}")
+
+
 def _data(found: Definition) -> tuple[str | None, dict[str, tuple[str, ...]]]:
     """Where the rows are: the set on the hub, and the files of each split."""
     path, key, files = found.keys.get("dataset_path"), "local_files", found.keys.get("local_files")
@@ -196,7 +220,10 @@ def _metrics(
 
 
 def _primary(found: Definition, metrics: tuple[str, ...], filters: Sequence[AnswerFilter]) -> str:
-    names = [f"{metric},{each.name}" for metric in metrics for each in filters] or list(metrics)
+    names = list(metrics)
+    if found.keys["output_type"] == "generate_until":
+        chains = [each.name for each in filters] or ["none"]
+        names = [f"{metric},{chain}" for metric in metrics for chain in chains]
     primary: str = found.keys.get("primary_metric", names[0])
     if primary not in names:
         raise found.refuse(

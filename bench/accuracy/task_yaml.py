@@ -97,6 +97,10 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 def _mapping(loader: Any, node: Any) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(
+                problem="a key needs to be plain text", problem_mark=key_node.start_mark
+            )
         if key_node.value in seen:
             raise yaml.MarkedYAMLError(
                 problem=f"the key {key_node.value!r} is given twice",
@@ -116,6 +120,7 @@ def _function(loader: Any, node: Any) -> None:
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 _Loader.add_constructor("!function", _function)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_scalar)
 
 
 def read_definitions(path: Path) -> list[Definition]:
