@@ -97,6 +97,12 @@ class EngineCore:
         self._check_token_ids("prompt token id", token_ids)
         self._check_token_ids("stop token id", params.stop_token_ids)
         self._check_token_ids("logit_bias token id", params.logit_bias)
+        self._check_token_ids("logprob_token_ids token id", params.logprob_token_ids)
+        if params.prompt_logprobs_start > len(token_ids):
+            raise RequestError(
+                f"prompt_logprobs_start must be at most the prompt's {len(token_ids)} tokens, "
+                f"not {params.prompt_logprobs_start}"
+            )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the model has none")
         for name in ("logprobs", "prompt_logprobs"):
@@ -131,17 +137,19 @@ class EngineCore:
         """Queue a request; raises RequestError where it can never run."""
         self.add_requests([request])
 
-    def add_requests(self, requests: Sequence[Request]) -> None:
-        """Queue the answers to one prompt, all or none; raises RequestError as `add_request`.
+    def add_requests(self, requests: Sequence[Request], *, share_across: bool = False) -> None:
+        """Queue requests, all or none; raises RequestError as `add_request`.
 
-        Where the prefix cache allows it, their prompt is computed once.
+        Where the prefix cache allows it, what their prompts have in common is computed once: the
+        n answers to one prompt, or several prompts behind one context. With `share_across` they
+        also wait for a prefix that any other request queued so is about to compute.
         """
         for request in requests:
             if request.request_id in self._requests:
                 raise RequestError(
                     f"a request with the id {request.request_id!r} is already running"
                 )
-        self._prompts.add(requests)
+        self._prompts.add(requests, share_across=share_across)
         self._requests.update((request.request_id, request) for request in requests)
 
     def abort(self, request_id: str) -> None:

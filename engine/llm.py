@@ -2,14 +2,19 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.engine_core import EngineCore
 from llmbench.engine.errors import RequestError
 from llmbench.engine.models.loader import LoadedModel
 from llmbench.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from llmbench.engine.request_groups import run_groups
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +27,8 @@ class Completion:
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs]
     error: str | None = None
+    hidden_states: Tensor | None = None
+    """[output tokens, H] where the request asks for them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +38,9 @@ class RequestResult:
     prompt_token_ids: list[int]
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs]
-    """Of each prompt token but the first."""
+    """Of each prompt token that is asked for, never of the first."""
+    prompt_hidden_states: Tensor | None = None
+    """[entries of `prompt_logprobs`, H] where the request asks for them."""
     answers: list[Completion] = field(default_factory=list)
 
 
@@ -69,25 +78,21 @@ class LLM:
             for prompt, one in zip(prompts, params, strict=True)
         ]
         requests = [request for group in groups for request in group]
-        try:
-            for group in groups:
-                self.core.add_requests(group)
-            while self.core.has_unfinished:
-                self.core.step()
+        with closing(run_groups(self.core, iter(groups))) as steps:
+            for _ in steps:
                 if on_progress is not None:
                     on_progress(sum(r.is_finished for r in requests), len(requests))
-        finally:  # an interrupted run leaves an engine that can be used again
-            for request in requests:
-                self.core.abort(request.request_id)
-        return [_result(group) for group in groups]
+        return [result_of(group) for group in groups]
 
 
-def _result(group: list[Request]) -> RequestResult:
+def result_of(group: Sequence[Request]) -> RequestResult:
+    """Return what the ended answers to one prompt make up."""
     first = group[0]
     return RequestResult(
         prompt_token_ids=first.prompt_token_ids,
         num_cached_tokens=first.num_cached_tokens,
         prompt_logprobs=first.prompt_logprobs,
+        prompt_hidden_states=_join(first.prompt_hidden_states),
         answers=[
             Completion(
                 text=request.detokenizer.text if request.detokenizer is not None else "",
@@ -96,7 +101,12 @@ def _result(group: list[Request]) -> RequestResult:
                 stop_reason=request.stop_reason,
                 logprobs=request.logprobs,
                 error=request.error,
+                hidden_states=_join(request.hidden_states),
             )
             for request in group
         ],
     )
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat(list(parts)) if parts else None

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 from llmbench.engine.errors import RequestError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from llmbench.engine.detokenizer import Detokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -43,6 +45,14 @@ class SamplingParams:
         logprobs: Report the log-probability of each output token and of this many likeliest.
         prompt_logprobs: The same for each prompt token but the first. Neither temperature nor
             penalties enter log-probabilities: they are those of the model.
+        prompt_logprobs_start: First prompt position that `prompt_logprobs` reports; what stands
+            before its predecessor may come from the prefix cache. At most the prompt's length,
+            which reports none.
+        logprob_token_ids: Report the log-probability and rank of these ids, too, at each output
+            token; implies `logprobs` 0.
+        return_hidden_states: Keep the final hidden state, behind the last norm, that predicts
+            each token whose log-probability is reported: of the prompt where `prompt_logprobs`
+            asks for it, and each output token.
         skip_special_tokens: Leave end-of-text and the like out of the text.
         detokenize: Whether text is wanted at all.
     """
@@ -64,6 +74,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
+    return_hidden_states: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -100,6 +113,12 @@ class SamplingParams:
             "prompt_logprobs",
             "not negative",
         )
+        require(self.prompt_logprobs_start >= 0, "prompt_logprobs_start", "not negative")
+        require(
+            self.prompt_logprobs is not None or not self.prompt_logprobs_start,
+            "prompt_logprobs_start",
+            "0 where prompt_logprobs is off",
+        )
         if isinstance(self.stop, str):
             raise RequestError(f"stop must be a tuple of strings, not the string {self.stop!r}")
         require(all(self.stop), "stop", "free of empty strings")
@@ -109,6 +128,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken: temperature 0, or so small that it must be."""
         return self.temperature < 1e-5
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Likeliest tokens to list at each output token; None reports no log-probabilities."""
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
 
 
 class RequestStatus(enum.Enum):
@@ -130,6 +154,8 @@ class TokenLogprobs:
     """1 for the likeliest token of the vocabulary."""
     top: tuple[tuple[int, float], ...]
     """(token id, log-probability), likeliest first."""
+    asked: tuple[tuple[int, float, int], ...] = ()
+    """(token id, log-probability, rank) of each of `logprob_token_ids`, in their order."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -168,6 +194,10 @@ class Request:
     """Why the request failed, where `finish_reason` is "error"."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hidden_states: "list[Tensor]" = field(default_factory=list)
+    """Of the output tokens, [1, H] each, on the CPU; empty if not asked for."""
+    prompt_hidden_states: "list[Tensor]" = field(default_factory=list)
+    """Of the reported prompt tokens, [n, H] of each step that computed some."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -194,6 +224,33 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """Tokens generated so far, as a new list."""
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def first_prompt_logprob(self) -> int:
+        """First prompt position whose log-probability is reported; nothing predicts position 0."""
+        return max(self.sampling_params.prompt_logprobs_start, 1)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """First tokens of which K/V suffice: what is reported or sampled needs those behind."""
+        if self.sampling_params.prompt_logprobs is not None and not self.num_output_tokens:
+            return min(self.first_prompt_logprob, len(self.token_ids)) - 1
+        return len(self.token_ids) - 1
+
+    @property
+    def num_unread_tokens(self) -> int:
+        """Output tokens that need no place in the model or the pool: one that ends the request.
+
+        Only where that token is asked about and not wanted, so that prompt and answer of all
+        other requests stay within the model's length together.
+        """
+        params = self.sampling_params
+        return int(params.max_tokens == 1 and bool(params.logprob_token_ids))
+
+    def forget_report(self) -> None:
+        """Drop what was reported of the prompt, which is going to be computed again."""
+        self.prompt_logprobs.clear()
+        self.prompt_hidden_states.clear()
 
     @property
     def is_finished(self) -> bool:

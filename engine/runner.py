@@ -32,6 +32,17 @@ class _TableRow:
     num_blocks: int = 0
 
 
+@dataclass(slots=True)
+class _ReportedRows:
+    """Where a step's hidden states predict prompt tokens of a request that asks for them."""
+
+    request: Request
+    num_top: int
+    rows: range
+    targets: list[int]
+    """The token that stands behind each row's."""
+
+
 class ModelRunner:
     """Runs a model over scheduled requests; owns the KV tensors and the block table."""
 
@@ -72,12 +83,9 @@ class ModelRunner:
                 result.token_ids.append(row.token_id)
                 if row.logprobs is not None:
                     result.logprobs.append(row.logprobs)
-        start = 0
-        for request, n in order:
-            if request.sampling_params.prompt_logprobs is not None:
-                result = results[request.request_id]
-                result.prompt_logprobs = self._prompt_logprobs(request, hidden[start : start + n])
-            start += n
+        reported = _reported_rows(order)
+        self._report_logprobs(reported, hidden, results)
+        self._report_hidden(reported, samplers, hidden, batch.logits_indices, results)
         return results
 
     def reset(self, kv: KVCacheManager) -> None:
@@ -156,20 +164,83 @@ class ModelRunner:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
-    def _prompt_logprobs(self, request: Request, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        """Log-probabilities of prompt tokens predicted in this step and not reported before."""
-        num_top = request.sampling_params.prompt_logprobs
-        assert num_top is not None
-        first = request.num_computed_tokens
-        start = max(first, len(request.prompt_logprobs))
-        stop = min(first + hidden.shape[0], request.num_prompt_tokens - 1)
+    def _report_logprobs(
+        self,
+        reported: list[_ReportedRows],
+        hidden: torch.Tensor,  # [T, H]
+        results: dict[str, SampledTokens],
+    ) -> None:
+        """Log-probabilities of prompt tokens, the rows of all requests together.
+
+        A request may report a few rows only, and the head's matrix is read once a call.
+        """
+        rows = [row for one in reported for row in one.rows]
+        targets = [token_id for one in reported for token_id in one.targets]
+        tops = [one.num_top for one in reported for _ in one.rows]
         found: list[TokenLogprobs] = []
-        for low in range(start, stop, PROMPT_LOGPROB_ROWS):
-            high = min(low + PROMPT_LOGPROB_ROWS, stop)
-            logits = self.model.compute_logits(hidden[low - first : high - first])
-            targets = request.prompt_token_ids[low + 1 : high + 1]
-            found += row_logprobs(logits, targets, num_top)
-        return found
+        for low in range(0, len(rows), PROMPT_LOGPROB_ROWS):
+            chunk = slice(low, low + PROMPT_LOGPROB_ROWS)
+            logits = self.model.compute_logits(hidden[rows[chunk]])
+            found += row_logprobs(logits, targets[chunk], tops[chunk])
+        start = 0
+        for one in reported:
+            stop = start + len(one.rows)
+            results[one.request.request_id].prompt_logprobs = found[start:stop]
+            start = stop
+
+    def _report_hidden(
+        self,
+        reported: list[_ReportedRows],
+        samplers: list[Request],
+        hidden: torch.Tensor,  # [T, H]
+        sampled_rows: torch.Tensor,  # [L], rows of `samplers`
+        results: dict[str, SampledTokens],
+    ) -> None:
+        """Final hidden states of reported prompt tokens and of sampled ones, on the CPU."""
+        asking = [one for one in reported if one.request.sampling_params.return_hidden_states]
+        places = [
+            place
+            for place, request in enumerate(samplers)
+            if request.sampling_params.return_hidden_states
+        ]
+        if not asking and not places:
+            return
+        rows = [row for one in asking for row in one.rows]
+        rows += sampled_rows[places].tolist()
+        final = self.model.final_hidden(hidden[rows]).cpu()  # [rows, H]
+        # Copies: a part of one tensor would keep the rows of all requests in memory.
+        start = 0
+        for one in asking:
+            stop = start + len(one.rows)
+            results[one.request.request_id].prompt_hidden_states.append(final[start:stop].clone())
+            start = stop
+        for row, place in enumerate(places, start):
+            results[samplers[place].request_id].hidden_states.append(final[row : row + 1].clone())
+
+
+def _reported_rows(order: list[tuple[Request, int]]) -> list[_ReportedRows]:
+    """Prompt tokens that the step predicts and that were not reported before."""
+    found = []
+    offset = 0
+    for request, n in order:
+        num_top = request.sampling_params.prompt_logprobs
+        if num_top is not None:
+            computed = request.num_computed_tokens
+            # Position p predicts the token at p + 1.
+            start = request.first_prompt_logprob - 1 + len(request.prompt_logprobs)
+            stop = min(computed + n, request.num_prompt_tokens - 1)
+            if start < stop:
+                assert start >= computed, f"{request.request_id}: position {start} is not computed"
+                found.append(
+                    _ReportedRows(
+                        request,
+                        num_top,
+                        range(offset + start - computed, offset + stop - computed),
+                        request.prompt_token_ids[start + 1 : stop + 1],
+                    )
+                )
+        offset += n
+    return found
 
 
 def _row_order(scheduled: tuple[Request, int]) -> tuple[int, int]:

@@ -10,7 +10,8 @@ The policy decides order and cutting (policies.py), `Step` keeps budgets and blo
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.errors import RequestError
@@ -19,6 +20,9 @@ from llmbench.engine.policies import make_policy
 from llmbench.engine.request import Request, RequestOutput, RequestStatus, TokenLogprobs
 from llmbench.engine.step import Step
 from llmbench.engine.stop import append_until_stop
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -46,6 +50,10 @@ class SampledTokens:
     """Of prompt positions computed in the step, in order; empty if not asked for."""
     error: str | None = None
     """Why no token could be sampled: ends this request, and no other."""
+    hidden_states: "list[Tensor]" = field(default_factory=list)
+    """One [1, H] for each token, if the request asks for them."""
+    prompt_hidden_states: "list[Tensor]" = field(default_factory=list)
+    """One [n, H] for the n entries of `prompt_logprobs`, likewise."""
 
 
 class Scheduler:
@@ -69,23 +77,7 @@ class Scheduler:
 
     def add(self, request: Request, *, at_front: bool = False) -> None:
         """Queue a request and set its effective `max_tokens`; refuse one that can never run."""
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use")
-        num_prompt, num_pool = request.num_prompt_tokens, self.kv.max_tokens_ever()
-        if num_prompt == 0:
-            raise RequestError("the prompt must have at least 1 token, it has 0")
-        room = min(self.max_model_len, num_pool) - num_prompt
-        if room < 1:
-            if num_pool < self.max_model_len:
-                limit, way_out = f"the KV pool of {num_pool} tokens", "give the KV pool more memory"
-            else:
-                limit = f"the model length of {self.max_model_len} tokens"
-                way_out = "raise max_model_len if the model allows it"
-            error = RequestError(
-                f"prompt of {num_prompt} tokens and 1 output token do not fit in {limit}"
-            )
-            error.add_note(f"shorten the prompt, or {way_out}")
-            raise error
+        room = self.check(request)
         asked = request.sampling_params.max_tokens
         request.max_tokens = room if asked is None else min(asked, room)
         request.status = RequestStatus.WAITING
@@ -94,6 +86,40 @@ class Scheduler:
             self.waiting.appendleft(request)
         else:
             self.waiting.append(request)
+
+    def check(self, request: Request) -> int:
+        """Return how many output tokens a request can have; queues nothing.
+
+        Raises RequestError for one that can never run.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use")
+        return self.check_length(request.num_prompt_tokens, num_unread=request.num_unread_tokens)
+
+    def check_length(self, num_prompt: int, *, num_unread: int = 0) -> int:
+        """Return how many output tokens fit behind a prompt of so many tokens.
+
+        `num_unread` of them need no place (`Request.num_unread_tokens`). Raises RequestError
+        where not one fits, or the prompt is empty.
+        """
+        num_pool = self.kv.max_tokens_ever()
+        if num_prompt == 0:
+            raise RequestError("the prompt must have at least 1 token, it has 0")
+        room = min(self.max_model_len, num_pool) - num_prompt + num_unread
+        if room < 1:
+            if num_pool < self.max_model_len:
+                limit, way_out = f"the KV pool of {num_pool} tokens", "give the KV pool more memory"
+            else:
+                limit = f"the model length of {self.max_model_len} tokens"
+                way_out = "raise max_model_len if the model allows it"
+            what = f"prompt of {num_prompt} tokens"
+            if num_unread:
+                error = RequestError(f"{what} does not fit in {limit}")
+            else:
+                error = RequestError(f"{what} and 1 output token do not fit in {limit}")
+            error.add_note(f"shorten the prompt, or {way_out}")
+            raise error
+        return room
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in whatever state and free what it holds; None if there is none."""
@@ -141,6 +167,7 @@ class Scheduler:
             result = sampled[request.request_id]
             if result.prompt_logprobs and request.num_output_tokens == 0:
                 request.prompt_logprobs += result.prompt_logprobs
+                request.prompt_hidden_states += result.prompt_hidden_states
             num_computed = request.num_computed_tokens + num_scheduled
             is_caught_up = num_computed == request.num_tokens
             assert is_caught_up == bool(result.token_ids or result.error), (
@@ -199,6 +226,7 @@ class Scheduler:
             num_kept = append_until_stop(request, result.token_ids)
         new_logprobs = result.logprobs[:num_kept]
         request.logprobs += new_logprobs
+        request.hidden_states += result.hidden_states[:num_kept]
         text_delta = ""
         if request.detokenizer is not None:
             is_last = request.finish_reason is not None

@@ -173,7 +173,7 @@ class Step:
         request.num_preemptions += 1
         request.spec_token_ids.clear()
         if request.num_output_tokens == 0:
-            request.prompt_logprobs.clear()  # they are computed again
+            request.forget_report()
         self.waiting.appendleft(request)
         self.preempted.append(request)
 
@@ -190,7 +190,7 @@ class Step:
             num_blocks = -(-len(request.token_ids) // self._kv.block_size)
             if self._kv.usage().num_free_blocks - num_blocks < len(self.running):
                 return None
-        if _reads_prefix_cache(request):
+        if request.max_cached_tokens > 0:
             request.num_computed_tokens = self._kv.match_prefix(request)
         return len(request.token_ids) - request.num_computed_tokens
 
@@ -201,7 +201,7 @@ class Step:
         if exceeds_budget or not self._kv.allocate_slots(request, num_missing):
             self._withdraw(request)
             return False
-        if self._kv.has_prefix_cache and _reads_prefix_cache(request):
+        if self._kv.has_prefix_cache and request.max_cached_tokens > 0:
             self.num_prefix_queried_tokens += len(request.token_ids)
             self.num_prefix_hit_tokens += request.num_computed_tokens
             if request.num_preemptions == 0:
@@ -216,11 +216,6 @@ class Step:
     def _withdraw(self, request: Request) -> None:
         self._kv.free(request)
         request.num_computed_tokens = 0
-
-
-def _reads_prefix_cache(request: Request) -> bool:
-    # Log-probabilities of a prompt need every position of it computed, until they are handed out.
-    return request.sampling_params.prompt_logprobs is None or request.num_output_tokens > 0
 
 
 def _cut_drafts(request: Request, num_drafts: int) -> None:

@@ -213,6 +213,9 @@ class RecallModel:
             hidden.append(((tokens + 1) * weights).cumsum(0)[-query_len:] % self.num_hashes)
         return torch.cat(hidden)[:, None]
 
+    def final_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.rows[hidden[:, 0]]
 

@@ -56,6 +56,10 @@ class ContiguousKVManager:
         """Find nothing: runs are not shared."""
         return 0
 
+    def count_cached(self, request: Request) -> int:
+        """Find nothing: runs are not shared."""
+        return 0
+
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Reserve the whole run at the first call; later calls find their slots in it."""
         sequence = self._sequences.get(request.request_id)
@@ -130,7 +134,7 @@ class ContiguousKVManager:
         if self._reservation == "max_model_len":
             # A pool below the model's length shortens what any sequence can become.
             return min(self._max_model_len, self.max_tokens_ever())
-        return request.num_prompt_tokens + request.max_tokens
+        return request.num_prompt_tokens + request.max_tokens - request.num_unread_tokens
 
     def _take(self, num_blocks: int) -> range:
         for index, (first, length) in enumerate(self._holes):

@@ -49,9 +49,12 @@ class KVCacheManager(Protocol):
         """Take the cached blocks that hold the request's first tokens; return those tokens.
 
         Called once before the first `allocate_slots` of a (re)admitted request. At most
-        `num_tokens - 1`, so that one position is left to yield logits. If the following
-        `allocate_slots` fails the blocks are given back.
+        `max_cached_tokens`, so that each position that has to yield logits is computed. If the
+        following `allocate_slots` fails the blocks are given back.
         """
+
+    def count_cached(self, request: Request) -> int:
+        """Return how many tokens `match_prefix` would find now; takes nothing."""
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Make room for tokens up to `num_computed_tokens + num_new_tokens`; all or nothing."""

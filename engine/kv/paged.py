@@ -63,9 +63,7 @@ class PagedKVManager:
         if self._cache is None:
             return 0
         assert request.request_id not in self._sequences, "a live request is matched again"
-        max_blocks = (len(request.token_ids) - 1) // self.block_size
-        root = self._cache.root()
-        matched = self._cache.match(root, request.token_ids, max_blocks)
+        matched = self._find(self._cache, request)
         if not matched:
             return 0
         sequence = self._start(request.request_id, matched[-1])
@@ -78,6 +76,10 @@ class PagedKVManager:
         sequence.capacity = sequence.num_computed = num_tokens
         sequence.next_full = num_tokens + self.block_size
         return num_tokens
+
+    def count_cached(self, request: Request) -> int:
+        """Return how many tokens `match_prefix` would find now; takes nothing."""
+        return 0 if self._cache is None else len(self._find(self._cache, request)) * self.block_size
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Make room for tokens up to `num_computed_tokens + num_new_tokens`; all or nothing."""
@@ -168,6 +170,10 @@ class PagedKVManager:
             assert num_free_cached == self._num_free_cached
             held = (b for b, fill in fills.items() if fill < self.block_size)
             assert not any(b in self._cache for b in held), "an open block can be found"
+
+    def _find(self, cache: PrefixCache, request: Request) -> list[CachedBlock]:
+        max_blocks = request.max_cached_tokens // self.block_size
+        return cache.match(cache.root(), request.token_ids, max_blocks)
 
     def _start(self, request_id: str, parent: CachedBlock | None) -> _Sequence:
         next_full = NEVER if parent is None else self.block_size

@@ -34,6 +34,10 @@ class UncachedKVManager:
         """Find nothing: nothing is kept."""
         return 0
 
+    def count_cached(self, request: Request) -> int:
+        """Find nothing: nothing is kept."""
+        return 0
+
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Take scratch for the whole sequence, which must start at its first token."""
         assert request.num_computed_tokens == 0, "computed tokens without a KV cache"

@@ -20,6 +20,7 @@ from llmbench.engine.errors import CheckpointError
 from llmbench.engine.kernels.eager import EagerOps
 from llmbench.engine.kernels.reference import TorchOps
 from llmbench.engine.layers.linear import Linear
+from llmbench.engine.layers.output_head import OutputHead
 from llmbench.engine.models.architecture import Activation, DecoderArchitecture, LayerArchitecture
 from llmbench.engine.models.linear_weights import LinearWeight, make_linear, move, shape_of
 
@@ -143,7 +144,7 @@ class Decoder:
         self.embed_tokens = torch.empty(0)
         self.embed_positions: Tensor | None = None
         self.final_norm: Norm | None = None
-        self.lm_head: Linear | None = None
+        self.head: OutputHead | None = None
         # Gemma rounds the scale to the model's type before it multiplies.
         self.embedding_scale = torch.tensor(arch.embedding_scale, dtype=dtype).item()
 
@@ -165,8 +166,8 @@ class Decoder:
         if self.embed_positions is not None:
             tensors.append(self.embed_positions)
         linears = [linear for layer in self.layers for linear in layer.linears]
-        if self.lm_head is not None:
-            linears.append(self.lm_head)
+        if self.head is not None:
+            linears.append(self.head.linear)
         return sum(t.nbytes for t in tensors) + sum(linear.weight_bytes for linear in linears)
 
     def load_weights(self, weights: Iterable[tuple[str, LinearWeight]]) -> None:
@@ -216,7 +217,7 @@ class Decoder:
         self.embed_positions = tensors.get("embed_positions.weight")
         self.final_norm = _make_norm(self.arch, self.ops, tensors, "final_norm")
         head = top["embed_tokens.weight" if self.arch.tie_embeddings else "lm_head.weight"]
-        self.lm_head = make_linear(self.ops, head, None)
+        self.head = OutputHead(make_linear(self.ops, head, None), self.arch.final_softcap)
 
     def make_kv_cache(self, num_slots: int) -> list[Tensor]:
         """Zeroed K/V tensors for so many token slots, one a layer, in the layout of the `ops`."""
@@ -245,16 +246,14 @@ class Decoder:
             hidden = layer.forward(hidden, None if rope is None else factors[rope], kv_cache, batch)
         return hidden
 
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """Rows [L, H] of `forward`'s result behind the last norm."""
+        return hidden if self.final_norm is None else self.final_norm(hidden)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [L, V] of rows [L, H] of `forward`'s result; applies the final norm."""
-        assert self.lm_head is not None, "load_weights comes first"
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        logits = self.lm_head(hidden)
-        if self.arch.final_softcap is not None:
-            cap = self.arch.final_softcap
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        assert self.head is not None, "load_weights comes first"
+        return self.head.logits(self.final_hidden(hidden))
 
     def _rope_factors(self, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
         frequencies, scale = self.ropes[name]

@@ -27,7 +27,12 @@ from llmbench.engine.models.registry import Model, choose_architecture
 from llmbench.engine.models.rope_tables import inverse_frequencies
 from llmbench.engine.models.source import engine_errors, open_checkpoint, resolve_folder
 from llmbench.engine.models.tokenizer import end_of_text_ids, has_tokenizer, load_tokenizer
-from llmbench.engine.models.weight_names import check_weights, has_own_head, read_weights
+from llmbench.engine.models.weight_names import (
+    WeightNames,
+    check_weights,
+    has_own_head,
+    read_weights,
+)
 from llmbench.quant.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -86,12 +91,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
         folder = resolve_folder(config.model, with_weights=not is_dummy)
         checkpoint = None if is_dummy else open_checkpoint(folder)
         stored = None if checkpoint is None else CheckpointWeights.open(checkpoint)
-        kernels = _Kernels(config, device)
+        kernels = Kernels(config, device)
         hf_config = load_hf_config(folder, trust_remote_code=config.trust_remote_code)
         if stored is None:
             _refuse_quantized_dummy(hf_config)
         max_model_len = _model_length(config, hf_config)
-        dtype = _dtype(config, hf_config, stored, device)
+        dtype = compute_dtype(config, hf_config, stored, device)
         architecture = choose_architecture(hf_config, config.model_backend)
         free_bytes = free_memory_bytes(device)
         ops = kernels.ops(architecture, dtype)
@@ -162,13 +167,8 @@ def _load_decoder(
     ops: "TorchOps | None",
 ) -> Decoder:
     names = FAMILIES[hf_config.model_type].weight_names
-    if stored is not None and arch.tie_embeddings and has_own_head(names, stored):
-        logger.warning(
-            "%s ties embeddings in its config but stores a head of its own, which is used",
-            stored.folder,
-        )
-        arch = replace(arch, tie_embeddings=False)
     if stored is not None:
+        arch = with_own_head(arch, names, stored)
         check_weights(arch, names, stored)
     num_parameters, quantized_bytes = arch.num_parameters, 0
     if stored is not None:
@@ -185,6 +185,19 @@ def _load_decoder(
     else:
         decoder.load_weights(read_weights(arch, names, stored))
     return decoder
+
+
+def with_own_head(
+    arch: DecoderArchitecture, names: WeightNames, stored: CheckpointWeights
+) -> DecoderArchitecture:
+    """The architecture, untied where the checkpoint's head differs from its embeddings."""
+    if not arch.tie_embeddings or not has_own_head(names, stored):
+        return arch
+    logger.warning(
+        "%s ties embeddings in its config but stores a head of its own, which is used",
+        stored.folder,
+    )
+    return replace(arch, tie_embeddings=False)
 
 
 def _with_int8_cache(ops: "TorchOps | None", dtype: torch.dtype) -> "TorchOps":
@@ -212,7 +225,7 @@ def _refuse_quantized_dummy(hf_config: Any) -> None:
             raise error
 
 
-class _Kernels:
+class Kernels:
     """The C++ kernels, compiled in a thread of their own while configs and weights are read.
 
     A daemon thread: whatever ends the program meanwhile need not wait for the compiler.
@@ -281,7 +294,7 @@ def _model_length(config: EngineConfig, hf_config: Any) -> int:
     return config.max_model_len
 
 
-def _dtype(
+def compute_dtype(
     config: EngineConfig, hf_config: Any, stored: CheckpointWeights | None, device: torch.device
 ) -> torch.dtype:
     """The type to compute in: the asked-for one, else the checkpoint's."""

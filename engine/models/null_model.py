@@ -29,6 +29,10 @@ class NullModel:
         """Zeros [T, 1]."""
         return self._hidden.expand(batch.input_ids.shape[0], 1)
 
+    def final_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same zeros: there is no norm."""
+        return hidden
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same logits for each row, [L, V]."""
         return self._logits.expand(hidden.shape[0], -1)

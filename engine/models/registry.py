@@ -40,6 +40,9 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch, kv_caches: list[torch.Tensor]) -> torch.Tensor:
         """Hidden states [T, H]; writes K/V of the batch's tokens."""
 
+    def final_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [L, H] of `forward`'s result behind the last norm: what the output head reads."""
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [L, V] of rows [L, H] of `forward`'s result."""
 

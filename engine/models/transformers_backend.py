@@ -149,6 +149,10 @@ class TransformersModel:
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
+    def final_hidden(self, hidden: Tensor) -> Tensor:
+        """The same rows: `forward` has applied the last norm."""
+        return hidden
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [L, V] of rows [L, H] of `forward`'s result."""
         self._replay.output = self._output_class(last_hidden_state=hidden[None])

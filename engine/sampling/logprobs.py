@@ -5,11 +5,15 @@ log-probability fields of an API ask; what a request's settings made of the dist
 business of theirs. All of it is float32, from the raw logits, in chunks of rows: the only copies
 of vocabulary width are those of one chunk.
 
-Shapes: R rows of logits, V vocabulary.
+A row costs one pass for its peak, one for the sum of exponentials and one comparison a token for
+its rank, which is what tells whether a text is the one that greedy decoding would have chosen.
+
+Shapes: R rows of logits, V vocabulary, P pairs of a row and a token id.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,58 +22,121 @@ from llmbench.engine.sampling.logits import top_ordered
 
 _CHUNK_ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Logits worked on at once: on a CPU so many that two float32 copies (2 MiB) stay in a cache."""
+_SORT_ABOVE = 256
+"""Tokens of a row from which one sort of it is cheaper than a comparison for each of them."""
 
 
 def row_logprobs(
-    logits: Tensor, token_ids: Sequence[int], num_top: int | Sequence[int]
+    logits: Tensor,
+    token_ids: Sequence[int],
+    num_top: int | Sequence[int],
+    *,
+    asked: Sequence[Sequence[int]] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[TokenLogprobs]:
     """Return one `TokenLogprobs` a row of `logits` [R, V] for the token that stands there.
 
-    `num_top` likeliest tokens are listed, for all rows or row by row. Rank and list order equal
-    log-probabilities by id.
+    `num_top` likeliest tokens are listed, for all rows or row by row, and `asked` are further
+    token ids of each row. `rows` takes these rows of `logits` in place of all; the other
+    arguments count as they do. Rank and list order equal log-probabilities by id.
     """
-    num_rows, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
+    num_rows = len(token_ids)
     counts = [num_top] * num_rows if isinstance(num_top, int) else list(num_top)
     step = max(1, _CHUNK_ENTRIES.get(logits.device.type, 1 << 26) // vocab_size)
     result: list[TokenLogprobs] = []
     for start in range(0, num_rows, step):
         chunk = slice(start, start + step)
-        result += _chunk_logprobs(logits[chunk], token_ids[chunk], counts[chunk])
+        scores = logits[chunk] if rows is None else logits[list(rows[chunk])]
+        more = [()] * len(counts[chunk]) if asked is None else asked[chunk]
+        result += _chunk_logprobs(scores.float(), token_ids[chunk], counts[chunk], more)
     return result
 
 
 def _chunk_logprobs(
-    logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]
+    scores: Tensor,
+    token_ids: Sequence[int],
+    counts: Sequence[int],
+    asked: Sequence[Sequence[int]],
 ) -> list[TokenLogprobs]:
-    scores = logits.float()
-    vocab_size = scores.shape[1]
-    chosen_ids = torch.tensor(token_ids, device=scores.device)[:, None]  # [R, 1]
-    chosen = scores.gather(-1, chosen_ids)
-    # Counted as float32, exact up to 2^24: torch sums booleans several times slower.
-    mask = torch.empty_like(scores)
-    rank = torch.gt(scores, chosen, out=mask).sum(-1) + 1
-    num_equal = torch.eq(scores, chosen, out=mask).sum(-1)
-    for row in (num_equal > 1).nonzero()[:, 0].tolist():
-        rank[row] += mask[row, : token_ids[row]].sum()
-    ranks = [int(value) for value in rank.tolist()]
+    num_rows, vocab_size = scores.shape
+    # Pairs: the token of each row, then what else is asked of it.
+    pair_rows = [*range(num_rows), *(row for row, ids in enumerate(asked) for _ in ids)]
+    pair_ids = [*token_ids, *(token_id for ids in asked for token_id in ids)]
+    of_pair = torch.tensor(pair_rows, device=scores.device)
+    chosen = scores[of_pair, torch.tensor(pair_ids, device=scores.device)]  # [P]
+    ranks = _ranks(scores, pair_rows, pair_ids, chosen)
 
     # log softmax, in the order of operations that keeps float32's digits: the peak goes first.
-    peak = scores.amax(-1, keepdim=True)
-    log_total = torch.sub(scores, peak, out=mask).exp_().sum(-1, keepdim=True).log_()
-    chosen_logprobs: list[float] = (chosen - peak - log_total)[:, 0].tolist()
+    peak = scores.amax(-1)  # [R]
+    log_total = (scores - peak[:, None]).exp_().sum(-1).log_()
+    logprobs: list[float] = (chosen - peak[of_pair] - log_total[of_pair]).tolist()
 
     width = min(max(counts), vocab_size)
     tops: list[list[tuple[int, float]]] = [[] for _ in counts]
     if width:
         values, ids = top_ordered(scores, width)
-        logprobs = (values - peak - log_total).tolist()
+        top_logprobs = (values - peak[:, None] - log_total[:, None]).tolist()
         tops = [
-            list(zip(row_ids[:count], row_logprobs_[:count], strict=True))
-            for row_ids, row_logprobs_, count in zip(ids.tolist(), logprobs, counts, strict=True)
+            list(zip(row_ids[:count], of_row[:count], strict=True))
+            for row_ids, of_row, count in zip(ids.tolist(), top_logprobs, counts, strict=True)
         ]
-    return [
-        TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=tuple(top))
-        for token_id, logprob, rank, top in zip(
-            token_ids, chosen_logprobs, ranks, tops, strict=True
+    result = []
+    place = num_rows
+    for row, more in enumerate(asked):
+        pairs = slice(place, place + len(more))
+        place += len(more)
+        result.append(
+            TokenLogprobs(
+                token_id=token_ids[row],
+                logprob=logprobs[row],
+                rank=ranks[row],
+                top=tuple(tops[row]),
+                asked=tuple(zip(more, logprobs[pairs], ranks[pairs], strict=True)),
+            )
         )
-    ]
+    return result
+
+
+def _ranks(
+    scores: Tensor, pair_rows: Sequence[int], pair_ids: Sequence[int], chosen: Tensor
+) -> list[int]:
+    """Return 1 + the tokens before each pair's in its row: larger ones, equal ones by id."""
+    if scores.device.type == "cpu":
+        return _ranks_on_cpu(scores.numpy(), pair_rows, pair_ids)
+    vocab_size = scores.shape[1]
+    ids = torch.arange(vocab_size, device=scores.device)
+    rows = torch.tensor(pair_rows, device=scores.device)
+    own = torch.tensor(pair_ids, device=scores.device)
+    step = max(1, _CHUNK_ENTRIES.get(scores.device.type, 1 << 26) // vocab_size)
+    counted = []
+    for start in range(0, len(pair_rows), step):
+        pairs = slice(start, start + step)
+        taken, value = scores[rows[pairs]], chosen[pairs, None]  # [P, V]
+        is_before = (taken > value) | ((taken == value) & (ids < own[pairs, None]))
+        counted.append(is_before.sum(-1) + 1)
+    found: list[int] = torch.cat(counted).tolist()
+    return found
+
+
+def _ranks_on_cpu(
+    scores: np.ndarray, pair_rows: Sequence[int], pair_ids: Sequence[int]
+) -> list[int]:
+    """Compare by numpy, which counts booleans an order of magnitude faster than torch."""
+    orders: dict[int, np.ndarray] = {}
+    if len(pair_rows) > _SORT_ABOVE:
+        for row, count in enumerate(np.bincount(pair_rows)):
+            if count > _SORT_ABOVE:
+                order = np.argsort(-scores[row], kind="stable")
+                orders[row] = np.empty_like(order)
+                orders[row][order] = np.arange(1, len(order) + 1)
+    ranks = []
+    for row, token_id in zip(pair_rows, pair_ids, strict=True):
+        if row in orders:
+            ranks.append(int(orders[row][token_id]))
+            continue
+        values = scores[row]
+        value = values[token_id]
+        num_before = np.count_nonzero(values[:token_id] >= value)
+        ranks.append(1 + int(num_before + np.count_nonzero(values[token_id:] > value)))
+    return ranks

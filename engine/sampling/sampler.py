@@ -78,14 +78,20 @@ class Sampler:
 
         logprobs: list[TokenLogprobs | None] = [None] * len(requests)
         wanted = [
-            (row, request.sampling_params.logprobs)
+            (row, num_top)
             for row, request in enumerate(requests)
-            if request.sampling_params.logprobs is not None and token_ids[row] != NO_TOKEN
+            if (num_top := request.sampling_params.num_top_logprobs) is not None
+            and token_ids[row] != NO_TOKEN
         ]
         if wanted:
             rows = [row for row, _ in wanted]
-            asked_ids = [token_ids[row] for row in rows]
-            found = row_logprobs(logits[rows], asked_ids, [num_top for _, num_top in wanted])
+            found = row_logprobs(
+                logits,
+                [token_ids[row] for row in rows],
+                [num_top for _, num_top in wanted],
+                asked=[requests[row].sampling_params.logprob_token_ids for row in rows],
+                rows=rows,
+            )
             for row, of_row in zip(rows, found, strict=True):
                 logprobs[row] = of_row
         return [
