@@ -291,8 +291,12 @@ class BaselineStore:
         if rows is not None:
             dtype, width = DTYPES[rows["dtype"]], rows["hidden_size"]
             parts = []
+            end = os.fstat(self._rows).st_size
             for offset, count in rows["extents"]:
-                raw = os.pread(self._rows, count * width * dtype.itemsize, offset)
+                size = count * width * dtype.itemsize
+                if not 0 <= offset <= offset + size <= end:
+                    raise ValueError("its rows are not there")
+                raw = os.pread(self._rows, size, offset)
                 parts.append(_from_bytes(raw, dtype, (count, width)))
                 if raw:
                     blobs[offset] = raw
@@ -340,8 +344,6 @@ def _to_bytes(rows: Tensor) -> bytes:
 
 
 def _from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
-    if len(raw) != shape[0] * shape[1] * dtype.itemsize:
-        raise ValueError("its rows are cut short")
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)

@@ -144,7 +144,7 @@ def detectable_share(n: int, num_flips: int, alpha: float = ALPHA) -> float | No
     reach = _z(1 - alpha / 2) + _z(POWER)
     flips = num_flips / n
     delta = reach * math.sqrt(flips / n)
-    if delta > flips:
+    if delta >= flips:
         delta = reach**2 / n  # the solution for psi = delta
     delta = max(delta, least_flips(alpha) / n)
     return delta if delta <= 1 else None
