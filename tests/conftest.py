@@ -251,6 +251,92 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="session")
+def byte_llama(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Callable[..., Any]
+) -> Callable[..., Path]:
+    """Save two-layer Llamas with random weights over bytes, once for each seed and length."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def build(seed: int = 0, *, max_positions: int = 512, adds_bos: bool = False) -> Path:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        key = (seed, max_positions, adds_bos)
+        if key not in made:
+            torch.manual_seed(seed)
+            config = LlamaConfig(
+                vocab_size=258,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=max_positions,
+                tie_word_embeddings=False,
+                bos_token_id=0,
+                eos_token_id=1,
+                initializer_range=0.3,
+            )
+            folder = tmp_path_factory.mktemp(f"byte-llama-{seed}")
+            made[key] = _save(LlamaForCausalLM(config), byte_tokenizer(adds_bos=adds_bos), folder)
+        return made[key]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def small_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write three tasks of 12, 6 and 3 documents: `sums`, `spoken`, `letters`.
+
+    One of each kind: choices behind two examples, answers to write, and texts to score whole.
+    """
+    folder = tmp_path_factory.mktemp("tasks")
+
+    def write(name: str, rows: Sequence[Mapping[str, Any]], keys: str) -> None:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        head = f"task: {name}\nsummary: {name}\nlocal_files: {{test: {name}.jsonl}}\n"
+        text = head + "test_split: test\n" + keys + "metadata: {version: 1.0}\n"
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+    write(
+        "sums",
+        [
+            {
+                "a": n,
+                "b": n % 4,
+                "choices": [f"{n + n % 4}", "하나", f"about {n * 7}"],
+                "gold": n % 3,
+            }
+            for n in range(12)
+        ],
+        "output_type: multiple_choice\nfewshot_split: test\nnum_fewshot: 2\n"
+        'doc_to_text: "{{a}} + {{b}} ="\ndoc_to_choice: choices\ndoc_to_target: gold\n'
+        "metric_list: [{metric: acc}, {metric: acc_norm}]\nprimary_metric: acc\n",
+    )
+    write(
+        "spoken",
+        [
+            {"n": n, "word": word}
+            for n, word in enumerate(["zero", "one", "two", "three", "넷", "5"])
+        ],
+        "output_type: generate_until\nnum_fewshot: 0\n"
+        'doc_to_text: "Say {{n}}:"\ndoc_to_target: word\n'
+        'generation_kwargs: {until: ["\\n", "Say"], max_gen_toks: 6}\n'
+        "metric_list: [{metric: exact_match}]\n",
+    )
+    write(
+        "letters",
+        [{"page": "Dear reader, " * (n + 1) + "안녕."} for n in range(3)],
+        "output_type: loglikelihood_rolling\n"
+        'doc_to_text: ""\ndoc_to_target: page\n'
+        "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]\n"
+        "primary_metric: word_perplexity\n",
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
 def loaded_llama(random_llama: tuple[Path, Any]) -> Any:
     """The random Llama in float32, for any number of engines: they share the weights alone."""
     from llmbench.engine.config import EngineConfig
