@@ -126,6 +126,24 @@ def vs_transformers(
     return bar_figure(frame, caption, baseline="transformers"), frame
 
 
+def vs_lm_eval(folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption) -> Drawn:
+    """Time of both sides, a panel a task."""
+    frame = bar_frame(
+        {
+            "panel": f"{row['task']}, {row['num_items']} documents (s)",
+            "label": side,
+            "value": row[key],
+            "note": note,
+        }
+        for row in rows
+        for side, key, note in (
+            ("llmbench", "llmbench_s", None),
+            ("lm-eval", "lm_eval_s", f"batch {row['lm_eval_batch_size']}"),
+        )
+    )
+    return bar_figure(frame, caption, baseline="lm-eval"), frame
+
+
 def quantization_quality(
     folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption
 ) -> Drawn:
@@ -227,6 +245,9 @@ FIGURES: dict[str, tuple[StudyFigure, ...]] = {
     ),
     "vs-transformers": (
         StudyFigure("vs-transformers", "The built-in engine and transformers", vs_transformers),
+    ),
+    "vs-lm-eval": (
+        StudyFigure("vs-lm-eval", "llmbench eval and lm-evaluation-harness", vs_lm_eval),
     ),
     "quantization": (
         StudyFigure(

@@ -40,6 +40,25 @@ ROWS: dict[str, list[Row]] = {
         for request in ("first", "second")
         for length in (16, 64)
     ],
+    "vs-lm-eval": [
+        {
+            "task": task,
+            "num_items": 8,
+            "llmbench_s": 2.0,
+            "lm_eval_s": 8.0,
+            "lm_eval_batch_size": 4,
+            "speedup_ratio": 4.0,
+            "max_logprob_difference": difference,
+            "same_answer_share": 1.0,
+            "max_score_difference": 0.0,
+            "has_equal_scores": True,
+            "peak_resident_bytes": 3 * 2**30,
+            "weight_bytes": 2**30,
+            "kv_bytes": 2**30,
+            "lm_eval_peak_resident_bytes": 2**32,
+        }
+        for task, difference in (("winogrande", 2e-6), ("gsm8k", None))
+    ],
     "step-cost": [
         {
             "num_seqs": size,

@@ -28,6 +28,7 @@ the batch size, scores as the harness gives them, and samples: log-likelihoods o
 import importlib.metadata
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -319,6 +320,12 @@ def _merged(samples: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str
     return merged
 
 
+def peak_resident_bytes() -> int:
+    """Most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else 1024 * int(peak)  # else KiB
+
+
 @contextmanager
 def quiet_standard_output() -> Iterator[None]:
     """Send the harness's own prints to standard error."""
@@ -355,6 +362,7 @@ def main(job: dict[str, Any]) -> None:
         }
         for name, settings in wanted.items():
             result["tasks"][name] = harness.run(name, settings)
+            result["peak_resident_bytes"] = peak_resident_bytes()
             part = output.with_suffix(".part")
             part.write_text(json.dumps(result, ensure_ascii=False, default=str), encoding="utf-8")
             part.replace(output)

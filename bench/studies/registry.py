@@ -10,6 +10,7 @@ from llmbench.bench.studies import (
     prefix_cache,
     quantization,
     step_cost,
+    vs_lm_eval,
     vs_transformers,
 )
 from llmbench.bench.studies.study import Study
@@ -23,6 +24,7 @@ STUDIES: dict[str, Study[Any]] = {
         prefix_cache.STUDY,
         quantization.STUDY,
         vs_transformers.STUDY,
+        vs_lm_eval.STUDY,
         step_cost.STUDY,
         load_generator.STUDY,
     )
