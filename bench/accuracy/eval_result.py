@@ -19,6 +19,7 @@ from llmbench.bench.accuracy.items import ItemRecord
 from llmbench.bench.accuracy.paired import compare_items
 from llmbench.bench.accuracy.paired_score import PairedScore, adjust
 from llmbench.bench.accuracy.perplexity import Perplexity, WindowLoss, perplexity_of
+from llmbench.bench.accuracy.scoring import PICK_METRICS
 from llmbench.bench.accuracy.task import TaskGroup
 from llmbench.bench.accuracy.text_windows import TextWindows
 from llmbench.bench.accuracy.verdict import caveats, verdict
@@ -195,16 +196,19 @@ def _shared(items: Items, base: Items) -> tuple[dict[str, list[ItemRecord]], ...
 
 def _units(prepared: PreparedEval, items: Items) -> list[tuple[str, tuple[str, ...], str]]:
     """Return (name, tasks, metric) of each comparison."""
-    metrics = {
-        each.task.name: each.task.primary_metric
-        for each in prepared.tasks
-        if each.task.name in items
-    }
+    metrics = {}
+    for each in prepared.tasks:
+        name, metric = each.task.name, each.task.primary_metric
+        if metric == "f1":  # of all items together: it has no pairs
+            metric = next((one for one in each.task.metrics if one in PICK_METRICS), "")
+        if name in items and metric:
+            metrics[name] = metric
     units: list[tuple[str, tuple[str, ...], str]] = []
     left = dict.fromkeys(metrics)
     for group in reversed(prepared.groups):  # those that hold others come last
         members = tuple(name for name in _below(group, prepared.groups) if name in left)
-        used = {group.metric or metrics[name] for name in members}
+        own = group.metric if group.metric != "f1" else None
+        used = {own or metrics[name] for name in members}
         if group.weighting == "items" and len(members) > 1 and len(used) == 1:
             units.append((group.name, members, used.pop()))
             for name in members:

@@ -151,8 +151,9 @@ def _named(documents: Sequence[tuple[str, int]]) -> str:
 
 
 def _value(item: ItemRecord, metric: str) -> float:
-    if metric in item.metrics:
-        return float(item.metrics[metric])
+    for name in (metric, f"{metric},none"):  # the harness's name of the whole answer
+        if name in item.metrics:
+            return float(item.metrics[name])
     error = BenchError(
         f"document {item.doc_id} of {item.task} has no value of `{metric}`, found "
         f"{', '.join(item.metrics) or 'none at all'}"

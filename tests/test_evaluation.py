@@ -1,0 +1,612 @@
+"""An evaluation from tasks to scores, on tiny models and on real questions."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmbench.bench.accuracy.baseline_store import BaselineStore
+from llmbench.bench.accuracy.engine_model import EngineModel
+from llmbench.bench.accuracy.eval_config import EvalConfig
+from llmbench.bench.accuracy.eval_folder import merge_items
+from llmbench.bench.accuracy.eval_plan import PreparedEval, prepare
+from llmbench.bench.accuracy.eval_result import EvalResult, score_items
+from llmbench.bench.accuracy.evaluation import evaluate, in_order
+from llmbench.bench.accuracy.items import ItemRecord
+from llmbench.bench.accuracy.questions import Question
+from llmbench.bench.errors import BenchConfigError, BenchError, ResultsError, WorkloadError
+from llmbench.engine.config import EngineConfig
+from llmbench.engine.scoring import ContinuationScore, ScoreRequest
+
+TASKS = ("sums", "spoken", "letters")
+
+
+class CountingModel(EngineModel):
+    """Remembers what it was asked."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        values = {"dtype": "float32", "compile": False, "kv_cache_memory_bytes": 1 << 20}
+        super().__init__(EngineConfig(model=str(folder), **(values | settings)))
+        self.asked: list[ScoreRequest] = []
+        self.wanted_hidden = False
+
+    def score(
+        self, requests: Sequence[ScoreRequest], *, with_hidden: bool = False
+    ) -> Iterator[tuple[int, tuple[ContinuationScore, ...]]]:
+        self.asked += requests
+        self.wanted_hidden |= with_hidden and bool(requests)
+        return super().score(requests, with_hidden=with_hidden)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(
+        "The quick brown fox jumps over the lazy dog. 빠른 여우. " * 6, encoding="utf-8"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(small_tasks: Path, text_file: Path) -> PreparedEval:
+    """Every kind of question."""
+    config = EvalConfig(
+        tasks=(*TASKS, "perplexity"), include=(small_tasks,), text=str(text_file), window=64
+    )
+    return prepare(config)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    prepared: PreparedEval,
+    byte_llama: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> EvalResult:
+    """All of it, on the engine as it comes."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return evaluate(prepared, CountingModel(byte_llama()), folder)
+
+
+def assert_same_answers(
+    found: Mapping[str, Sequence[ItemRecord]], expected: Mapping[str, Sequence[ItemRecord]]
+) -> None:
+    assert found.keys() == expected.keys()
+    for task, items in expected.items():
+        for item, other in zip(items, found[task], strict=True):
+            assert other.loglikelihoods == (
+                None
+                if item.loglikelihoods is None
+                else pytest.approx(item.loglikelihoods, abs=1e-5)
+            )
+            unequal = {"loglikelihoods": None, "metrics": {}, "divergence": None}
+            assert dataclasses.replace(other, **unequal) == dataclasses.replace(item, **unequal)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 24},
+        {"prefix_cache": "none"},
+        {"kv_manager": "contiguous"},
+        {"policy": "prefill_first", "block_size": 8},
+    ],
+    ids=str,
+)
+def test_results_do_not_depend_on_batches_chunks_and_caches(
+    prepared: PreparedEval,
+    whole: EvalResult,
+    byte_llama: Callable[..., Path],
+    tmp_path: Path,
+    settings: dict[str, Any],
+) -> None:
+    result = evaluate(prepared, CountingModel(byte_llama(), **settings), tmp_path / "run")
+    assert_same_answers(result.items, whole.items)
+
+
+def test_real_questions_do_not_depend_on_batches_chunks_and_caches(
+    data_dir: Path, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    names = ("arc_easy", "mmlu_anatomy", "winogrande", "truthfulqa_mc2", "kobest_boolq")
+    config = EvalConfig(tasks=names, limits=2, num_fewshot=1, data_dir=data_dir)
+    questions = prepare(config)
+    model = CountingModel(byte_llama(max_positions=2048))
+    expected = evaluate(questions, model, tmp_path / "a").items
+    other = CountingModel(
+        byte_llama(max_positions=2048),
+        prefix_cache="none",
+        max_num_seqs=2,
+        max_num_batched_tokens=100,
+    )
+    assert_same_answers(evaluate(questions, other, tmp_path / "b").items, expected)
+
+
+def test_likelihoods_are_those_of_transformers(
+    whole: EvalResult, prepared: PreparedEval, byte_llama: Callable[..., Path]
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(byte_llama(), dtype=torch.float32).eval()
+    tokenizer = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer
+    (sums,) = [each for each in prepared.tasks if each.task.name == "sums"]
+    for prompt, item in zip(sums.prompts, whole.items["sums"], strict=True):
+        found = []
+        for context, continuation in prompt.pairs:
+            ids = tokenizer(context + continuation)["input_ids"]
+            start = len(tokenizer(context)["input_ids"])
+            with torch.no_grad():
+                logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            found.append(sum(float(logprobs[at - 1, ids[at]]) for at in range(start, len(ids))))
+        assert item.loglikelihoods == pytest.approx(found, abs=1e-4)
+        assert item.pick == max(range(3), key=lambda choice, found=found: found[choice])
+
+
+def test_perplexity_is_that_of_a_plain_loop(
+    whole: EvalResult, text_file: Path, byte_llama: Callable[..., Path]
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(byte_llama(), dtype=torch.float32).eval()
+    ids = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer(text_file.read_text())
+    losses = []
+    for start in range(0, len(ids["input_ids"]) // 64 * 64, 64):
+        window = torch.tensor([ids["input_ids"][start : start + 64]])
+        with torch.no_grad():
+            losses.append(float(model(window, labels=window).loss))
+    assert whole.perplexity is not None
+    assert whole.perplexity.token == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    assert any("protocol gptq" in notice for notice in whole.notices)
+
+
+def test_scores_are_those_of_the_items(whole: EvalResult, prepared: PreparedEval) -> None:
+    assert whole.is_complete
+    assert {name: len(items) for name, items in whole.items.items()} == {
+        "sums": 12,
+        "spoken": 6,
+        "letters": 3,
+        "perplexity": len(whole.items["perplexity"]),
+    }
+    right = [item.metrics["acc"] for item in whole.items["sums"]]
+    assert whole.tasks["sums"].metrics["acc"].value == pytest.approx(sum(right) / 12)
+    again = score_items(prepared, whole.items, None, model="m")
+    assert again.tasks == whole.tasks
+
+
+def test_without_baseline_no_hidden_states_are_asked_for(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = CountingModel(byte_llama())
+    evaluate(prepared, model, tmp_path / "run")
+    assert not model.wanted_hidden
+
+
+def test_a_limit_asks_what_the_whole_run_asks(
+    whole: EvalResult, small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = EvalConfig(
+        tasks=TASKS, include=(small_tasks,), limits={"*": 2, "sums": 5, "letters": 1}
+    )
+    result = evaluate(prepare(config), CountingModel(byte_llama()), tmp_path / "run")
+    assert {task: len(items) for task, items in result.items.items()} == {
+        "sums": 5,
+        "spoken": 2,
+        "letters": 1,
+    }
+    expected = {task: whole.items[task][: len(items)] for task, items in result.items.items()}
+    assert_same_answers(result.items, expected)
+
+
+def test_a_folder_is_extended_by_a_larger_limit(
+    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    def run(limit: int) -> tuple[EvalResult, CountingModel]:
+        config = EvalConfig(tasks=("sums",), include=(small_tasks,), limits=limit)
+        model = CountingModel(byte_llama())
+        return evaluate(prepare(config), model, tmp_path / "run"), model
+
+    run(4)
+    result, model = run(7)
+    assert len(result.items["sums"]) == 7
+    assert len(model.asked) == 3
+    result, model = run(2)
+    assert result.tasks["sums"].num_items == 2
+    assert not model.asked
+
+
+def test_shards_together_are_the_whole(
+    whole: EvalResult,
+    prepared: PreparedEval,
+    byte_llama: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    folders = [tmp_path / f"shard-{index}" for index in range(3)]
+    for index, folder in enumerate(folders):
+        config = dataclasses.replace(prepared.config, shard=(index, 3))
+        evaluate(prepare(config), CountingModel(byte_llama()), folder)
+    merged = {task: merge_items(folders, task) for task in whole.items}
+    assert_same_answers(merged, whole.items)
+
+
+def test_shards_of_other_settings_are_not_merged(
+    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    for index, shots in enumerate((0, 1)):
+        config = EvalConfig(
+            tasks=("sums",), include=(small_tasks,), num_fewshot=shots, shard=(index, 2), limits=2
+        )
+        evaluate(prepare(config), CountingModel(byte_llama()), tmp_path / str(index))
+    with pytest.raises(ResultsError, match="other settings"):
+        merge_items([tmp_path / "0", tmp_path / "1"], "sums")
+
+
+def test_another_model_does_not_get_the_folder(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(prepared.config, tasks=("spoken",), text=None, limits=1)
+    evaluate(prepare(config), CountingModel(byte_llama()), tmp_path / "run")
+    with pytest.raises(ResultsError, match="model_digest"):
+        evaluate(prepare(config), CountingModel(byte_llama(1)), tmp_path / "run")
+    with pytest.raises(ResultsError, match=r"config\.num_fewshot"):
+        evaluate(
+            prepare(dataclasses.replace(config, num_fewshot=3)),
+            CountingModel(byte_llama()),
+            tmp_path / "run",
+        )
+
+
+def test_the_manifest_says_what_was_asked(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(prepared.config, tasks=("sums",), text=None, limits=2, seed=7)
+    evaluate(
+        prepare(config),
+        CountingModel(byte_llama()),
+        tmp_path / "run",
+        settings={"max_num_seqs": 64},
+    )
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    task = manifest["plan"]["tasks"]["sums"]
+    assert manifest["seed"] == 7
+    assert task["version"] == 1.0
+    assert task["num_fewshot"] == 2
+    assert len(task["sha256s"]["test"]) == 64
+    assert any("questions themselves" in line for line in task["deviations"])
+    assert manifest["plan"]["identity"]["dtype"] == "float32"
+    assert manifest["plan"]["settings"] == {"max_num_seqs": 64}
+    assert manifest["environment"]["packages"]["torch"]
+
+
+def test_long_prompts_are_cut_counted_and_said(
+    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = EvalConfig(tasks=("sums",), include=(small_tasks,), max_length=30)
+    result = evaluate(prepare(config), CountingModel(byte_llama()), tmp_path / "run")
+    assert result.tasks["sums"].num_truncated == 12
+    assert any("12 of 12 prompts lost their beginning" in line for line in result.notices)
+
+
+def test_an_answer_without_room_is_cut_and_said(
+    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = EvalConfig(tasks=("spoken",), include=(small_tasks,), max_length=32, max_gen_toks=256)
+    model = CountingModel(byte_llama())
+    result = evaluate(prepare(config), model, tmp_path / "run")
+    assert result.tasks["spoken"].num_truncated == 0
+    assert any("6 answers had less room" in line for line in result.notices)
+
+
+def test_an_overflow_that_is_refused_is_refused_before_anything_runs(
+    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = EvalConfig(
+        tasks=("spoken", "sums"), include=(small_tasks,), max_length=30, on_overflow="error"
+    )
+    model = CountingModel(byte_llama())
+    with pytest.raises(WorkloadError, match="of sums"):
+        evaluate(prepare(config), model, tmp_path / "run")
+    assert not model.is_loaded
+
+
+def test_progress_counts_every_item_and_carries_the_score(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    heard: list[tuple[str, int, int, Any]] = []
+    result = evaluate(
+        prepared,
+        CountingModel(byte_llama()),
+        tmp_path / "run",
+        on_progress=lambda *said: heard.append(said),
+    )
+    num_items = sum(map(len, result.items.values()))
+    assert [done for _, done, _, _ in heard] == list(range(1, num_items + 1))
+    assert {total for _, _, total, _ in heard} == {num_items}
+    last = {stage: estimate for stage, _, _, estimate in heard}
+    assert last["sums"].value == pytest.approx(result.tasks["sums"].primary.value)
+    assert last["sums"].low == pytest.approx(result.tasks["sums"].primary.low)
+    assert last["letters"].value == pytest.approx(result.tasks["letters"].primary.value)
+    assert result.perplexity is not None
+    assert last["perplexity"].value == pytest.approx(result.perplexity.token)
+
+
+def test_items_behind_the_same_examples_are_asked_side_by_side() -> None:
+    def question(task: str, doc_id: int, shots: tuple[int, ...], size: int) -> Question:
+        draft = ItemRecord(
+            task=task,
+            doc_id=doc_id,
+            key="",
+            doc_hash="",
+            prompt_hash="",
+            target_hash="",
+            fewshot_ids=shots,
+            gold=0,
+        )
+        request = ScoreRequest(context=(1,) * size, continuations=((2,),))
+        return Question(
+            draft=draft,
+            requests=(request,),
+            digest="",
+            worth=lambda record: record,  # type: ignore[arg-type,return-value]
+        )
+
+    asked = [
+        question("a", 0, (0, 1), 5),
+        question("b", 1, (), 7),
+        question("a", 2, (2, 3), 3),
+        question("a", 3, (0, 1), 9),
+        question("b", 4, (), 2),
+        question("a", 5, (2, 3), 6),
+    ]
+    assert [one.draft.doc_id for one in in_order(asked)] == [3, 0, 1, 5, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("limits", "known"), [({"sums": 1, "sum": 2}, "sum"), ({"mmlu": 1}, "mmlu")]
+)
+def test_a_limit_for_what_is_not_asked_is_refused(
+    small_tasks: Path, limits: dict[str, int], known: str
+) -> None:
+    config = EvalConfig(tasks=("sums",), include=(small_tasks,), limits=limits)
+    with pytest.raises(BenchConfigError, match=f"not evaluated: {known}"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tasks": ()}, "at least one task"),
+        ({"num_fewshot": -1}, "num_fewshot"),
+        ({"limits": 0}, "limit"),
+        ({"limits": {"sums": 0}}, "limit of sums"),
+        ({"shard": (2, 2)}, "shard"),
+        ({"text": "a.txt"}, "not among the tasks"),
+        ({"tasks": ("perplexity",)}, "needs a text"),
+        ({"fewshot_as_multiturn": True}, "chat template"),
+        ({"protocol": "sliding"}, "gptq"),
+    ],
+)
+def test_settings_that_cannot_hold_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BenchConfigError, match=problem):
+        EvalConfig(**({"tasks": ("sums",)} | changes))
+
+
+# --- against a baseline
+
+
+@pytest.fixture(scope="module")
+def compared(
+    prepared: PreparedEval,
+    byte_llama: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[EvalResult, Path]:
+    """A candidate with other weights, and the cache that its baseline left."""
+    folder = tmp_path_factory.mktemp("compared")
+    result = evaluate(
+        prepared,
+        CountingModel(byte_llama(1)),
+        folder / "run",
+        baseline=CountingModel(byte_llama()),
+        store_root=folder / "cache",
+    )
+    return result, folder
+
+
+def test_a_baseline_changes_no_answer(
+    compared: tuple[EvalResult, Path],
+    whole: EvalResult,
+    prepared: PreparedEval,
+    byte_llama: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    alone = evaluate(prepared, CountingModel(byte_llama(1)), tmp_path / "run")
+    assert_same_answers(compared[0].items, alone.items)
+
+
+def test_divergence_is_that_of_both_models_side_by_side(
+    compared: tuple[EvalResult, Path], prepared: PreparedEval, byte_llama: Callable[..., Path]
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    base, candidate = (
+        LlamaForCausalLM.from_pretrained(byte_llama(seed), dtype=torch.float32).eval()
+        for seed in (0, 1)
+    )
+    tokenizer = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer
+    (sums,) = [each for each in prepared.tasks if each.task.name == "sums"]
+    item = compared[0].items["sums"][3]
+    assert item.divergence is not None
+    expected = []
+    for context, continuation in sums.prompts[3].pairs:
+        ids = torch.tensor([tokenizer(context + continuation)["input_ids"]])
+        start = len(tokenizer(context)["input_ids"])
+        with torch.no_grad():
+            p, q = (model(ids).logits[0].log_softmax(-1) for model in (base, candidate))
+        expected += (p.exp() * (p - q)).sum(-1)[start - 1 : -1].tolist()
+    assert item.divergence.kl == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_scored_item_has_a_divergence_and_no_other(
+    compared: tuple[EvalResult, Path],
+) -> None:
+    for task, items in compared[0].items.items():
+        for item in items:
+            assert (item.divergence is not None) == (task != "spoken")
+
+
+def test_the_comparison_counts_flips_and_says_a_verdict(
+    compared: tuple[EvalResult, Path], whole: EvalResult
+) -> None:
+    comparison = compared[0].comparison
+    assert comparison is not None
+    assert [score.task for score in comparison.paired] == [*TASKS, "perplexity"]
+    base = [item.metrics["acc"] for item in whole.items["sums"]]
+    ours = [item.metrics["acc"] for item in compared[0].items["sums"]]
+    flips = comparison.paired[0].flips
+    assert flips is not None
+    assert flips.num_right_to_wrong == sum(a > b for a, b in zip(base, ours, strict=True))
+    assert comparison.divergence is not None
+    assert comparison.divergence.kl_mean is not None
+    assert comparison.verdict.endswith(".")
+    record = json.loads((compared[1] / "run" / "scores.json").read_text())
+    assert record["comparison"]["verdict"] == comparison.verdict
+
+
+def test_a_second_candidate_asks_the_baseline_nothing(
+    compared: tuple[EvalResult, Path],
+    prepared: PreparedEval,
+    byte_llama: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    base = CountingModel(byte_llama())
+    result = evaluate(
+        prepared,
+        CountingModel(byte_llama(2)),
+        tmp_path / "run",
+        baseline=base,
+        store_root=compared[1] / "cache",
+    )
+    assert not base.asked
+    assert not base.is_loaded
+    assert result.comparison is not None
+    assert (tmp_path / "run" / "baseline" / "items-sums.jsonl").exists()
+
+
+def test_a_model_is_no_distance_from_itself(
+    compared: tuple[EvalResult, Path],
+    prepared: PreparedEval,
+    byte_llama: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    result = evaluate(
+        prepared,
+        CountingModel(byte_llama()),
+        tmp_path / "run",
+        baseline=CountingModel(byte_llama()),
+        store_root=compared[1] / "cache",
+    )
+    assert result.comparison is not None
+    assert result.comparison.divergence is not None
+    assert result.comparison.divergence.kl_max == pytest.approx(0, abs=1e-9)
+    assert result.comparison.divergence.top1_agreement == 1
+    for score in result.comparison.paired:
+        assert score.difference == pytest.approx(0, abs=1e-9)
+
+
+def test_a_baseline_may_come_later(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(prepared.config, tasks=("sums", "spoken"), text=None, limits=3)
+    questions = prepare(config)
+    first = evaluate(questions, CountingModel(byte_llama(1)), tmp_path / "run")
+    again = evaluate(
+        questions,
+        CountingModel(byte_llama(1)),
+        tmp_path / "run",
+        baseline=CountingModel(byte_llama()),
+        store_root=tmp_path / "cache",
+    )
+    assert_same_answers(again.items, first.items)
+    assert all(item.divergence is not None for item in again.items["sums"])
+
+
+def test_models_are_not_in_memory_together(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = CountingModel(byte_llama())
+    candidate = CountingModel(byte_llama(1))
+    both: list[bool] = []
+    evaluate(
+        prepared,
+        candidate,
+        tmp_path / "run",
+        baseline=base,
+        store_root=tmp_path / "cache",
+        on_progress=lambda *_: both.append(base.is_loaded and candidate.is_loaded),
+    )
+    assert both
+    assert not any(both)
+
+
+@pytest.fixture
+def other_words(byte_llama: Callable[..., Path], tmp_path: Path) -> Path:
+    """The same model behind a tokenizer that begins texts with BOS."""
+    return byte_llama(1, adds_bos=True)
+
+
+def test_models_with_different_tokenizers_are_compared_by_answers_alone(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], other_words: Path, tmp_path: Path
+) -> None:
+    base, candidate = CountingModel(byte_llama()), CountingModel(other_words)
+    with pytest.raises(BenchError, match="different tokenizers") as refusal:
+        evaluate(prepared, candidate, tmp_path / "a", baseline=base, store_root=tmp_path / "cache")
+    assert "--no-divergence" in refusal.value.__notes__[0]
+    assert not base.is_loaded
+    result = evaluate(prepared, candidate, tmp_path / "b", baseline=base, with_divergence=False)
+    assert result.comparison is not None
+    assert result.comparison.divergence is None
+    assert [score.task for score in result.comparison.paired] == list(TASKS)
+
+
+def test_a_baseline_without_room_on_disk_is_refused_before_it_is_loaded(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = CountingModel(byte_llama())
+    with pytest.raises(BenchError, match="limit is 2,000 bytes"):
+        evaluate(
+            prepared,
+            CountingModel(byte_llama(1)),
+            tmp_path / "run",
+            baseline=base,
+            store_root=tmp_path / "cache",
+            store_limit_bytes=2000,
+        )
+    assert not base.is_loaded
+
+
+def test_what_the_cache_lost_is_computed_again(
+    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(prepared.config, tasks=("sums",), text=None, limits=4)
+    questions = prepare(config)
+
+    def run(folder: str) -> CountingModel:
+        base = CountingModel(byte_llama())
+        evaluate(
+            questions,
+            CountingModel(byte_llama(1)),
+            tmp_path / folder,
+            baseline=base,
+            store_root=tmp_path / "cache",
+        )
+        return base
+
+    run("a")
+    with BaselineStore(CountingModel(byte_llama()).identity, root=tmp_path / "cache") as store:
+        index = store.folder / "index.jsonl"
+    lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(b"".join(lines[:1]))
+    assert len(run("b").asked) == 3
