@@ -97,6 +97,14 @@ def test_line_separators_inside_text_end_no_row(tmp_path: Path) -> None:
     assert list(read_data_file(path).rows) == rows
 
 
+def test_fields_stand_in_one_order_in_all_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines([{"a": {"x": 1, "y": 2}, "b": 3}, {"b": 4, "a": {"y": 5, "x": 6}}]))
+    first, second = read_data_file(path).rows
+    assert list(first) == list(second) == ["a", "b"]
+    assert list(second["a"].items()) == [("x", 6), ("y", 5)]
+
+
 def test_changed_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines(ROWS))
