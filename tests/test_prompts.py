@@ -372,6 +372,13 @@ def test_templates_reach_no_python() -> None:
         as_text("{{ ''.__class__.__mro__ }}", {}, "here")
 
 
+def test_templates_change_no_row() -> None:
+    doc = {"l": [1]}
+    with pytest.raises(WorkloadError, match="unsafe"):
+        as_value("{{ l.append(2) }}", doc, "here")
+    assert doc == {"l": [1]}
+
+
 def test_cleaning_of_hellaswag_keeps_the_harness_s_quirks() -> None:
     text = " Do it [title] Now.  [step] Take   two [substeps] steps. "
     assert hellaswag_clean(text) == "Do it. Now.  Take  two steps."

@@ -22,7 +22,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.sandbox import SandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmbench.bench.errors import BenchConfigError, WorkloadError
 
@@ -91,7 +91,9 @@ def regex_replace(text: str, pattern: str, replacement: str, count: int = 0) -> 
     return re.sub(pattern, replacement, text, count=count)
 
 
-_ENVIRONMENT = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+_ENVIRONMENT = ImmutableSandboxedEnvironment(  # rows are shared by all tasks of a file
+    undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+)
 _ENVIRONMENT.filters.update(
     hellaswag_clean=hellaswag_clean,
     wikitext_detokenize=wikitext_detokenize,
