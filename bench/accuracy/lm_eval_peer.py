@@ -271,20 +271,28 @@ class Harness:
     ) -> dict[str, Any]:
         import lm_eval
 
-        self.lm.batch_size_per_gpu = size
         self.clock.seconds = 0.0
+        has_template = bool(self.job.get("chat_template"))
+        shared: dict[str, Any] = {
+            "num_fewshot": settings.get("num_fewshot"),
+            "limit": settings.get("limit"),
+            "apply_chat_template": has_template,
+            "system_instruction": self.job.get("system_instruction"),
+            "fewshot_as_multiturn": bool(self.job.get("fewshot_as_multiturn", has_template)),
+        }
+        if self.job.get("adapter"):
+            from llmbench.bench.accuracy.lm_eval_model import evaluate_with_lm_eval
+
+            return evaluate_with_lm_eval(
+                self.lm.model, names, data_dir=Path(self.job["data_dir"]), **shared
+            )
+        self.lm.batch_size_per_gpu = size
         result: dict[str, Any] = lm_eval.simple_evaluate(
             model=self.lm,
             tasks=names,
-            num_fewshot=settings.get("num_fewshot"),
-            limit=settings.get("limit"),
             task_manager=manager,
-            apply_chat_template=bool(self.job.get("chat_template")),
-            system_instruction=self.job.get("system_instruction"),
-            fewshot_as_multiturn=bool(
-                self.job.get("fewshot_as_multiturn", bool(self.job.get("chat_template")))
-            ),
             bootstrap_iters=0,  # resampling says nothing about the model, and takes minutes
+            **shared,
         )
         return result
 
