@@ -57,7 +57,11 @@ def is_as_filled(store: BaselineStore, key: str, seed: int) -> bool:
 def test_answers_come_back_bit_by_bit(open_store: Open, dtype: torch.dtype) -> None:
     hidden = [rows(3, 1, dtype), rows(1, 2, dtype), rows(0, 3, dtype), rows(5, 4, dtype)]
     hidden[0][0, 0] = torch.nan
-    answer = {"logs": [-0.1, -1e-300, float("-inf")], "text": "안녕 \n", "none": None}
+    answer = {
+        "logs": [-0.1, -1e-300, float("-inf")],
+        "text": "안녕 \r\n \u2028 \ud800",
+        "none": None,
+    }
     with open_store() as store:
         store.put("key", answer, hidden)
     with open_store() as store:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.special import log_softmax, rel_entr, softmax
 from torch import Tensor
 
 from llmbench.bench.accuracy import divergence
+from llmbench.bench.accuracy.baseline_store import BaselineStore
 from llmbench.bench.accuracy.divergence import (
     QualityTotals,
     TokenDivergence,
@@ -19,10 +21,13 @@ from llmbench.bench.accuracy.divergence import (
     score_rows,
     token_divergence,
 )
+from llmbench.bench.accuracy.engine_model import EngineModel
 from llmbench.bench.accuracy.quality import evaluate_quality
 from llmbench.bench.accuracy.text_windows import cut_text
 from llmbench.bench.errors import BenchError
 from llmbench.engine.config import EngineConfig
+from llmbench.engine.models.head import load_head
+from llmbench.engine.scoring import ScoreRequest
 
 ROWS, VOCAB = 9, 33
 Logits = tuple[Tensor, Tensor, Tensor]
@@ -171,6 +176,54 @@ def test_item_holds_its_continuations_one_after_another(logits: Logits) -> None:
     assert whole.base_key == "key"
     assert all(isinstance(value, float) for value in whole.kl)
     assert all(isinstance(value, bool) for value in whole.same_top)
+
+
+def test_stored_baseline_gives_the_divergence_of_transformers_models(
+    tmp_path: Path, byte_llama: Callable[..., Path]
+) -> None:
+    """Base and candidate are never in memory together: of the base there are rows and a head."""
+    from transformers import AutoModelForCausalLM
+
+    request = ScoreRequest(
+        context=(5, 6, 7, 8), continuations=((20, 21, 22), (20, 30), (40, 41, 42, 43))
+    )
+    targets = [token for ids in request.continuations for token in ids]
+    folders = [byte_llama(seed) for seed in (0, 1)]
+    configs = [EngineConfig(model=str(folder), dtype="float32") for folder in folders]
+    hidden = []
+    for config in configs:
+        model = EngineModel(config)
+        ((_, scores),) = model.score([request], with_hidden=True)
+        hidden.append([rows for score in scores if (rows := score.hidden) is not None])
+        model.close()
+    with BaselineStore({"model": "base"}, root=tmp_path) as store:
+        store.put("key", {}, hidden[0])
+        stored = store.get("key")
+    assert stored is not None
+    assert stored.hidden is not None
+    found = token_divergence(
+        torch.cat(stored.hidden),
+        load_head(configs[0]),
+        torch.cat(hidden[1]),
+        load_head(configs[1]),
+        targets,
+    )
+
+    whole = []
+    for folder in folders:
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        logits = []
+        for ids in request.continuations:
+            with torch.inference_mode():
+                all_rows = reference(torch.tensor([request.context + ids])).logits[0]
+            logits.append(all_rows[len(request.context) - 1 : -1])
+        whole.append(log_softmax(torch.cat(logits).double().numpy(), axis=1))
+    log_p, log_q = whole
+    expected = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)
+    assert found.kl.tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+    picked = (range(len(targets)), targets)
+    assert found.logprob.tolist() == pytest.approx(log_q[picked].tolist(), abs=1e-4)
+    assert found.base_logprob.tolist() == pytest.approx(log_p[picked].tolist(), abs=1e-4)
 
 
 def scores_of(kl: list[float], nll: list[float]) -> TokenDivergence:

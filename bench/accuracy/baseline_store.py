@@ -47,7 +47,7 @@ FORMAT = 1
 """Part of a folder's name: records of another layout are never found."""
 INDEX, ROWS, IDENTITY = "index.jsonl", "rows.bin", "identity.json"
 ANSWER_BYTES = 2048
-"""Room that is asked for a question besides its rows: a line of the index is shorter."""
+"""Room that is asked for a question besides its rows: most lines of the index are shorter."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PREFIX, _SUFFIX = b'{"digest": "%s", "entry": ', b"}\n"
 
@@ -167,7 +167,7 @@ class BaselineStore:
                 raise BenchError(f"expected hidden states of one type and size, found {shapes}")
             dtype, size = shapes.pop() if shapes else ("float32", 0)
             entry["rows"] = {"dtype": dtype, "hidden_size": size, "extents": extents}
-        line = _line(json.dumps(entry).encode(), blob)
+        line = _line(json.dumps(entry, ensure_ascii=False).encode(errors="surrogatepass"), blob)
         self._look_after_limit(len(blob) + len(line))
         index_size = os.fstat(self._index).st_size
         try:
