@@ -27,7 +27,7 @@ class Completion:
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs]
     error: str | None = None
-    hidden_states: Tensor | None = None
+    hidden_states: Tensor | None = field(default=None, compare=False)
     """[output tokens, H] where the request asks for them."""
 
 
@@ -39,7 +39,7 @@ class RequestResult:
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs]
     """Of each prompt token that is asked for, never of the first."""
-    prompt_hidden_states: Tensor | None = None
+    prompt_hidden_states: Tensor | None = field(default=None, compare=False)
     """[entries of `prompt_logprobs`, H] where the request asks for them."""
     answers: list[Completion] = field(default_factory=list)
 

@@ -172,6 +172,12 @@ class TestRefusal:
             ([5], {"stop": ("end",)}, "stop strings need a tokenizer"),
             ([5], {"logprobs": 129}, "logprobs must be at most the vocabulary's 128 .* not 129"),
             ([5], {"prompt_logprobs": 129}, "prompt_logprobs must be at most"),
+            ([5], {"logprob_token_ids": (3, 128)}, "logprob_token_ids token id 128 is outside"),
+            (
+                [5, 6],
+                {"prompt_logprobs": 0, "prompt_logprobs_start": 3},
+                "prompt_logprobs_start must be at most the prompt's 2 tokens, not 3",
+            ),
             ([5] * 256, {}, r"prompt of 256 tokens .* model length of 256 tokens"),
             ([5] * 260, {}, r"prompt of 260 tokens .* model length of 256 tokens"),
             ([1.5], {}, "text or token ids"),
@@ -328,13 +334,115 @@ class TestSharedPrompt:
         assert {request.finish_reason for request in requests} == {"abort"}
         assert_nothing_is_held(core)
 
+    @pytest.mark.parametrize(("start", "num_shared"), [(0, 0), (4, 0), (5, 4), (9, 8), (10, 8)])
     def test_prompt_logprobs_are_those_of_each_answer(
+        self, start: int, num_shared: int, make_core: Callable[..., EngineCore]
+    ) -> None:
+        core = make_core()
+        params = greedy(n=2, prompt_logprobs=0, prompt_logprobs_start=start)
+        requests = add(core, "shared", params=params)
+        finish(core)
+        want = PROMPT[max(start, 1) :]
+        for request in requests:
+            assert [entry.token_id for entry in request.prompt_logprobs] == want
+        assert totals(core.step_records)["num_prefill_tokens"] == 2 * len(PROMPT) - num_shared
+
+
+class TestCommonPrefix:
+    """Different prompts of one group, or of several, compute what they share once."""
+
+    COMMON = PROMPT[:8]  # two blocks
+
+    def group(
+        self, core: EngineCore, name: str, tails: Sequence[Sequence[int]], **options: Any
+    ) -> list[Request]:
+        requests = [
+            request
+            for index, tail in enumerate(tails)
+            for request in core.make_requests([*self.COMMON, *tail], greedy(2), f"{name}-{index}")
+        ]
+        core.add_requests(requests, **options)
+        return requests
+
+    def prefill(self, core: EngineCore) -> int:
+        finish(core)
+        assert_nothing_is_held(core)
+        return totals(core.step_records)["num_prefill_tokens"]
+
+    @pytest.mark.parametrize("chunk", [3, 512])
+    def test_of_a_group_is_computed_once(
+        self, chunk: int, make_core: Callable[..., EngineCore]
+    ) -> None:
+        core = make_core(max_num_batched_tokens=chunk)
+        requests = self.group(core, "group", [[1], [2, 3], [4]])
+        assert self.prefill(core) == 8 + 4
+        want = [answer_of(make_core(), "alone", prompt=r.prompt_token_ids)[:2] for r in requests]
+        assert [request.output_token_ids for request in requests] == want
+
+    @pytest.mark.parametrize(("share_across", "num_computed"), [(True, 8 + 4), (False, 2 * 8 + 4)])
+    def test_of_several_groups_is_computed_once_if_asked_for(
+        self, share_across: bool, num_computed: int, make_core: Callable[..., EngineCore]
+    ) -> None:
+        core = make_core()
+        self.group(core, "one", [[1], [2]], share_across=share_across)
+        self.group(core, "two", [[3], [4]], share_across=share_across)
+        assert self.prefill(core) == num_computed
+
+    def test_longest_one_is_waited_for(self, make_core: Callable[..., EngineCore]) -> None:
+        core = make_core()
+        block = [70, 71, 72, 73]
+        self.group(core, "group", [[1], [*block, 2], [*block, 3]])
+        assert self.prefill(core) == (8 + 1) + (4 + 1) + 1
+
+    def test_what_is_cached_already_is_not_waited_for(
         self, make_core: Callable[..., EngineCore]
     ) -> None:
         core = make_core()
-        requests = add(core, "shared", params=greedy(n=2, prompt_logprobs=0))
+        self.group(core, "before", [[1]])
         finish(core)
-        assert [len(request.prompt_logprobs) for request in requests] == [len(PROMPT) - 1] * 2
+        self.group(core, "group", [[2], [3], [4]])
+        core.step()
+        assert core.step_records[-1].num_seqs == 3
+
+    def test_prompts_of_less_than_a_block_in_common_run_together(
+        self, make_core: Callable[..., EngineCore]
+    ) -> None:
+        core = make_core()
+        requests = [
+            request
+            for index in range(3)
+            for request in core.make_requests([5, 6, 7, 80 + index, 9], greedy(), f"r-{index}")
+        ]
+        core.add_requests(requests)
+        core.step()
+        assert core.step_records[-1].num_seqs == 3
+        finish(core)
+
+    @pytest.mark.parametrize("aborted", ["group-0", "group-1", "group-2"])
+    @pytest.mark.parametrize("num_steps", [0, 1, 2])
+    def test_others_run_on_if_one_is_aborted(
+        self, aborted: str, num_steps: int, make_core: Callable[..., EngineCore]
+    ) -> None:
+        core = make_core(max_num_batched_tokens=5)
+        requests = self.group(core, "group", [[1, 2, 3, 4, 5, 6], [2], [3]])
+        for _ in range(num_steps):
+            core.step()
+        core.abort(aborted)
+        finish(core)
+        assert_nothing_is_held(core)
+        for request in requests:
+            was_aborted = request.request_id == aborted
+            assert request.finish_reason == ("abort" if was_aborted else "length")
+            assert request.num_output_tokens == (0 if was_aborted else 2)
+
+    def test_one_that_can_never_run_keeps_the_group_out(
+        self, make_core: Callable[..., EngineCore]
+    ) -> None:
+        core = make_core()
+        with pytest.raises(RequestError, match="prompt of 308 tokens"):
+            self.group(core, "group", [[1], [2] * 300])
+        assert not core.has_unfinished
+        assert_nothing_is_held(core)
 
 
 class TestFailedStep:

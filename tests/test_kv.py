@@ -132,6 +132,24 @@ def test_end_of_an_idle_prefix_is_evicted_before_its_beginning() -> None:
     assert kv.match_prefix(make_request("again", [1, 2, 3, 4, 5, 6, 7])) == 4
 
 
+def test_cached_tokens_are_counted_without_being_taken() -> None:
+    kv = make_paged(num_blocks=4, block_size=2)
+    assert kv.count_cached(make_request("cold", [1, 2, 3, 4, 5])) == 0
+    run_through(kv, make_request("first", [1, 2, 3, 4, 5]))
+    request = make_request("warm", [1, 2, 3, 4, 9])
+    assert kv.count_cached(request) == 4
+    assert list(kv.block_ids(request)) == []
+    assert kv.usage().num_free_blocks == 4
+    assert kv.match_prefix(request) == 4
+
+
+@pytest.mark.parametrize(
+    "manager", [ContiguousKVManager(4, 2, "max_tokens", 8), UncachedKVManager(4, 2)]
+)
+def test_managers_without_a_prefix_cache_count_nothing(manager: KVCacheManager) -> None:
+    assert manager.count_cached(make_request("any", [1, 2, 3])) == 0
+
+
 def test_failed_admission_gives_matched_blocks_back() -> None:
     kv = make_paged(num_blocks=4, block_size=2)
     run_through(kv, make_request("short", [1, 2, 3]))

@@ -227,6 +227,8 @@ token_ids = st.integers(0, VOCAB_SIZE - 1)
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
     max_tokens = draw(st.one_of(st.none(), st.integers(1, 12)))
+    prompt_logprobs = draw(st.sampled_from([None, None, None, 0, 2]))
+    start = 0 if prompt_logprobs is None else draw(st.sampled_from([0, 2, 4]))
     return SamplingParams(
         n=draw(st.sampled_from([1, 1, 1, 2, 3])),
         temperature=draw(st.sampled_from([0.0, 1e-6, 0.7, 1.0, 5.0])),
@@ -245,7 +247,10 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
             st.dictionaries(token_ids, st.sampled_from([-float("inf"), -100.0, 3.0]), max_size=3)
         ),
         logprobs=draw(st.sampled_from([None, None, 0, 3])),
-        prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
+        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_start=start,
+        logprob_token_ids=draw(st.sampled_from([(), (), (3, 30)])),
+        return_hidden_states=draw(st.booleans()),
     )
 
 
@@ -303,8 +308,12 @@ def test_any_load_ends_and_each_seeded_answer_is_that_of_its_request_alone(
 
 def check_answers(prompt: list[int], params: SamplingParams, result: RequestResult) -> None:
     assert len(result.answers) == params.n
-    has_prompt_logprobs = params.prompt_logprobs is not None
-    assert [e.token_id for e in result.prompt_logprobs] == (prompt[1:] * has_prompt_logprobs)
+    reported = (
+        [] if params.prompt_logprobs is None else prompt[max(params.prompt_logprobs_start, 1) :]
+    )
+    assert [e.token_id for e in result.prompt_logprobs] == reported
+    has_hidden = params.return_hidden_states and bool(reported)
+    assert num_rows(result.prompt_hidden_states) == len(reported) * has_hidden
     assert result.num_cached_tokens < len(prompt)
     longest = min(params.max_tokens or 24, 24 - len(prompt))
     for answer in result.answers:
@@ -319,9 +328,16 @@ def check_answers(prompt: list[int], params: SamplingParams, result: RequestResu
         assert not any(ended[:-1])
         forbidden = {t for t, bias in params.logit_bias.items() if bias == -float("inf")}
         assert not forbidden & set(answer.token_ids)
-        has_logprobs = params.logprobs is not None
+        has_logprobs = params.num_top_logprobs is not None
         assert [e.token_id for e in answer.logprobs] == (answer.token_ids * has_logprobs)
-        assert all(len(entry.top) == params.logprobs for entry in answer.logprobs)
+        assert all(len(entry.top) == (params.logprobs or 0) for entry in answer.logprobs)
+        asked = [tuple(i for i, _, _ in entry.asked) for entry in answer.logprobs]
+        assert asked == [params.logprob_token_ids] * len(asked)
+        assert num_rows(answer.hidden_states) == num_tokens * params.return_hidden_states
+
+
+def num_rows(hidden: torch.Tensor | None) -> int:
+    return 0 if hidden is None else hidden.shape[0]
 
 
 def without_cache_hits(result: RequestResult) -> RequestResult:

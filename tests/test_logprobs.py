@@ -55,6 +55,41 @@ def test_each_row_lists_as_many_as_it_asks_for() -> None:
     assert [len(entry.top) for entry in found] == [0, 2, 1, 10]
 
 
+@pytest.mark.parametrize("num_asked", [1, 5, 300])  # 300: their ranks come from one sort
+def test_asked_tokens_have_their_own_probability_and_rank(num_asked: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 400, generator=generator).mul(8).round().div(4)  # many equal ones
+    asked = [torch.randint(0, 400, (num_asked,), generator=generator).tolist() for _ in range(3)]
+    expected = torch.log_softmax(logits.double(), -1)
+    for row, found in enumerate(row_logprobs(logits, [7, 8, 9], 0, asked=asked)):
+        order = sorted(range(400), key=lambda i: (-float(logits[row, i]), i))
+        assert found.token_id == 7 + row
+        assert [token_id for token_id, _, _ in found.asked] == asked[row]
+        for token_id, logprob, rank in found.asked:
+            assert logprob == pytest.approx(float(expected[row, token_id]), abs=1e-5)
+            assert rank == 1 + order.index(token_id)
+
+
+def test_each_row_is_asked_of_its_own_tokens() -> None:
+    found = row_logprobs(torch.randn(3, 10), [0, 1, 2], 0, asked=[(4,), (), (5, 5, 0)])
+    assert [[i for i, _, _ in entry.asked] for entry in found] == [[4], [], [5, 5, 0]]
+
+
+def test_rows_of_a_larger_tensor_are_those_rows() -> None:
+    logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(0))
+    rows, asked = [7, 0, 3], [(1,), (2,), (3,)]
+    want = row_logprobs(logits[rows], [4, 5, 6], 2, asked=asked)
+    assert row_logprobs(logits, [4, 5, 6], 2, asked=asked, rows=rows) == want
+
+
+def test_broken_row_has_no_probability_and_harms_no_other() -> None:
+    logits = torch.zeros(3, 10)
+    logits[1, 4] = float("nan")
+    found = row_logprobs(logits, [0, 0, 0], 0, asked=[(4,)] * 3)
+    assert [math.isnan(entry.logprob) for entry in found] == [False, True, False]
+    assert [math.isnan(entry.asked[0][1]) for entry in found] == [False, True, False]
+
+
 def test_impossible_token_has_no_probability() -> None:
     found = row_logprobs(torch.tensor([[0.0, -math.inf, 0.0]]), [1], 3)[0]
     assert found.logprob == -math.inf
@@ -68,6 +103,16 @@ def test_rows_are_the_same_in_chunks_of_any_size(
 ) -> None:
     logits = torch.randn(11, 20, generator=torch.Generator().manual_seed(0))
     token_ids = list(range(11))
-    whole = row_logprobs(logits, token_ids, 3)
+    asked = [range(row) for row in range(11)]
+    whole = row_logprobs(logits, token_ids, 3, asked=asked)
     monkeypatch.setitem(logprobs_module._CHUNK_ENTRIES, "cpu", entries)
-    assert row_logprobs(logits, token_ids, 3) == whole
+    assert row_logprobs(logits, token_ids, 3, asked=asked) == whole
+
+
+def test_ranks_off_the_cpu_are_those_on_it() -> None:
+    logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(0)).round()
+    pairs = [(row, token_id) for row in range(5) for token_id in range(60)]
+    rows, token_ids = [row for row, _ in pairs], [token_id for _, token_id in pairs]
+    values = logits[rows, token_ids]
+    want = logprobs_module._ranks_on_cpu(logits.numpy(), rows, token_ids)
+    assert logprobs_module._ranks_by_torch(logits, rows, token_ids, values) == want

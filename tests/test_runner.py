@@ -174,6 +174,104 @@ def test_prompt_logprobs_come_once_though_the_prompt_is_computed_again(loaded_ll
     assert younger.output_token_ids == want.answers[0].token_ids
 
 
+@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("start", [0, 1, 7, 40, 41])
+def test_hidden_states_stand_beside_what_is_reported(
+    chunk: int, start: int, random_llama: tuple[Path, Any], loaded_llama: Any
+) -> None:
+    prompt = [(7 * i) % 120 + 3 for i in range(41)]
+    llm = LLM("tiny", loaded=loaded_llama, num_kv_blocks=64, max_num_batched_tokens=chunk)
+    params = greedy(
+        3, prompt_logprobs=0, prompt_logprobs_start=start, return_hidden_states=True, n=2
+    )
+    for _ in range(2):  # the second time over a warm prefix cache
+        (result,) = llm.generate([prompt], params)
+        ids = prompt + result.answers[0].token_ids
+        with torch.inference_mode():
+            want = random_llama[1].model(torch.tensor([ids])).last_hidden_state[0].clone()
+        first = max(start, 1)
+        if first < len(prompt):
+            assert result.prompt_hidden_states is not None
+            torch.testing.assert_close(
+                result.prompt_hidden_states, want[first - 1 : len(prompt) - 1], atol=1e-3, rtol=0
+            )
+        else:
+            assert result.prompt_hidden_states is None
+        for answer in result.answers:
+            assert answer.hidden_states is not None
+            torch.testing.assert_close(
+                answer.hidden_states, want[len(prompt) - 1 : -1], atol=1e-3, rtol=0
+            )
+
+
+def test_hidden_states_and_reports_survive_preemption(loaded_llama: Any) -> None:
+    settings: dict[str, Any] = {"block_size": BLOCK_SIZE, "prefix_cache": "none"}
+    params = greedy(20, prompt_logprobs=0, prompt_logprobs_start=5, return_hidden_states=True)
+    prompt = list(range(30, 42))
+    roomy = LLM("tiny", loaded=loaded_llama, num_kv_blocks=64, **settings)
+    want = roomy.generate([prompt], params)[0]
+    core = EngineCore(
+        EngineConfig(
+            model="tiny",
+            num_kv_blocks=10,
+            max_num_batched_tokens=6,
+            check_integrity=True,
+            **settings,
+        ),
+        loaded=loaded_llama,
+    )
+    add(core, "older", prompt, greedy(20))
+    younger = add(core, "younger", prompt, params)
+    num_outputs = set()
+    while core.has_unfinished:
+        core.step()
+        if younger.status is RequestStatus.PREEMPTED:
+            num_outputs.add(younger.num_output_tokens)
+    assert num_outputs  # preempted, and with tokens that are not computed again
+    assert want.prompt_hidden_states is not None
+    assert want.answers[0].hidden_states is not None
+    assert [e.token_id for e in younger.prompt_logprobs] == prompt[5:]
+    torch.testing.assert_close(
+        torch.cat(younger.prompt_hidden_states), want.prompt_hidden_states, atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(
+        torch.cat(younger.hidden_states), want.answers[0].hidden_states, atol=1e-4, rtol=0
+    )
+
+
+def test_rows_of_several_prompts_go_through_the_head_together(
+    loaded_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(EngineConfig(model="tiny", num_kv_blocks=64), loaded=loaded_llama)
+    for index in range(20):
+        add(core, f"r-{index}", [7 + index, 8, 9], greedy(1, prompt_logprobs=0))
+    calls: list[int] = []
+    compute_logits = loaded_llama.model.compute_logits
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden.shape[0])
+        logits: torch.Tensor = compute_logits(hidden)
+        return logits
+
+    monkeypatch.setattr(loaded_llama.model, "compute_logits", watched)
+    core.step()
+    assert calls == [20, 40]  # sampled ones, and two of each prompt
+
+
+def test_asked_tokens_are_reported_at_each_output_position(loaded_llama: Any) -> None:
+    llm = LLM("tiny", loaded=loaded_llama, num_kv_blocks=64)
+    asked = (5, 77, 5)
+    (result,) = llm.generate([[7, 8, 9]], greedy(4, logprob_token_ids=asked))
+    (want,) = llm.generate([[7, 8, 9]], greedy(4, logprobs=128))
+    for entry, whole in zip(result.answers[0].logprobs, want.answers[0].logprobs, strict=True):
+        assert entry.token_id == whole.token_id
+        assert entry.top == ()
+        order = [token_id for token_id, _ in whole.top]
+        by_id = dict(whole.top)
+        assert [(i, rank) for i, _, rank in entry.asked] == [(i, order.index(i) + 1) for i in asked]
+        assert [p for _, p, _ in entry.asked] == pytest.approx([by_id[i] for i in asked], abs=1e-5)
+
+
 class TestHeadDimension:
     """Case C12: a head is wider than hidden / heads."""
 

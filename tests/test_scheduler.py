@@ -67,7 +67,8 @@ class ContentModel:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_scheduled
         prompt_logprobs = []
         if request.sampling_params.prompt_logprobs is not None:
-            positions = range(start + 1, min(end + 1, request.num_prompt_tokens))
+            first = max(start + 1, request.first_prompt_logprob)
+            positions = range(first, min(end + 1, request.num_prompt_tokens))
             prompt_logprobs = [logprob(request.prompt_token_ids[p]) for p in positions]
         if end < request.num_tokens:
             return SampledTokens([], [], prompt_logprobs)
@@ -108,7 +109,7 @@ class Arrival:
     max_tokens: int | None
     abort_after: int | None
     abort_in_flight: bool
-    prompt_logprobs: bool
+    prompt_logprobs_start: int | None
 
 
 @dataclass
@@ -130,7 +131,7 @@ arrivals = st.lists(
         max_tokens=st.one_of(st.none(), st.integers(1, 6)),
         abort_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),
         abort_in_flight=st.booleans(),
-        prompt_logprobs=st.sampled_from([False, False, True]),
+        prompt_logprobs_start=st.sampled_from([None, None, 0, 1, 3, 6]),
     ),
     min_size=1,
     max_size=7,
@@ -195,7 +196,8 @@ def test_any_load_ends_with_exactly_its_tokens(
             prompt_token_ids=arrival.prompt,
             sampling_params=SamplingParams(
                 max_tokens=arrival.max_tokens,
-                prompt_logprobs=0 if arrival.prompt_logprobs else None,
+                prompt_logprobs=None if arrival.prompt_logprobs_start is None else 0,
+                prompt_logprobs_start=arrival.prompt_logprobs_start or 0,
             ),
             eos_token_ids=frozenset({EOS}),
         )
@@ -250,7 +252,8 @@ def test_any_load_ends_with_exactly_its_tokens(
             assert outputs[-1].finish_reason == request.finish_reason
         assert [p.token_id for p in request.logprobs] == token_ids
         if outputs:
-            asked = arrival.prompt[1:] if arrival.prompt_logprobs else []
+            start = arrival.prompt_logprobs_start
+            asked = [] if start is None else arrival.prompt[max(start, 1) :]
             assert [p.token_id for p in outputs[0].prompt_logprobs] == asked
             assert not any(output.prompt_logprobs for output in outputs[1:])
 
@@ -358,6 +361,26 @@ def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
         output = step(model)
         assert [n for _, n in output.scheduled] == [20]
         assert output.num_prefix_queried_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "num_computed"),
+    [(0, 20), (1, 20), (4, 20), (5, 16), (8, 16), (9, 12), (16, 8), (17, 4), (19, 4), (20, 4)],
+)
+def test_prefix_cache_serves_what_stands_before_the_reported_positions(
+    start: int, num_computed: int
+) -> None:
+    model = make_engine(8, 64, block_size=4)
+    prompt = list(range(20))
+    for name, scheduled in (("cold", 20), ("warm", num_computed)):
+        request = make_request(
+            name, prompt, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start
+        )
+        model.scheduler.add(request)
+        output = step(model)
+        assert [n for _, n in output.scheduled] == [scheduled]
+        assert request.num_cached_tokens == 20 - scheduled
+        assert [p.token_id for p in request.prompt_logprobs] == prompt[max(start, 1) :]
 
 
 def test_youngest_is_preempted_and_comes_back_first() -> None:

@@ -104,6 +104,13 @@ def _ranks(
     """Return 1 + the tokens before each pair's in its row: larger ones, equal ones by id."""
     if scores.device.type == "cpu":
         return _ranks_on_cpu(scores.numpy(), pair_rows, pair_ids)
+    return _ranks_by_torch(scores, pair_rows, pair_ids, chosen)
+
+
+def _ranks_by_torch(
+    scores: Tensor, pair_rows: Sequence[int], pair_ids: Sequence[int], chosen: Tensor
+) -> list[int]:
+    """Compare many pairs a kernel."""
     vocab_size = scores.shape[1]
     ids = torch.arange(vocab_size, device=scores.device)
     rows = torch.tensor(pair_rows, device=scores.device)
