@@ -10,7 +10,8 @@ that line.
 """
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,13 @@ MAX_GEN_TOKS = 256
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _GREEDY_ONLY = ("do_sample", "temperature", "until", *_LENGTHS)
+
+_OFFLINE = {
+    "huggingface_hub.constants": "HF_HUB_OFFLINE",
+    "datasets.config": "HF_HUB_OFFLINE",
+    "evaluate.config": "HF_EVALUATE_OFFLINE",
+}
+"""Where the harness's libraries keep whether they may use the network."""
 
 Encoded = tuple[Any, list[int], list[int]]
 """(strings that it came from, context ids, continuation ids)."""
@@ -249,13 +257,14 @@ def evaluate_with_lm_eval(
 ) -> dict[str, Any]:
     """Run tasks of the harness on a model: its own result object, `samples` included.
 
-    With `data_dir` the stock tasks that have files there read those, and no other task is found.
+    With `data_dir` the stock tasks that have files there read those, no other task is found, and
+    nothing is fetched.
 
     Raises:
         BenchError: a task without files in `data_dir`, or one that the harness does not know.
     """
     lm = LlmbenchLM(model=model, add_bos=add_bos, max_length=max_length, seed=seed)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, nullcontext() if data_dir is None else _offline():
         names, paths = list(tasks), [str(path) for path in include]
         if data_dir is not None:
             names = _local_tasks(Path(folder), tasks, data_dir, include)
@@ -278,6 +287,21 @@ def evaluate_with_lm_eval(
             fewshot_random_seed=seed,
         )
     return result
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the hub's libraries off the network; they read the environment only when imported."""
+    before = []
+    for name, switch in _OFFLINE.items():
+        module = importlib.import_module(name)
+        before.append((module, switch, getattr(module, switch)))
+        setattr(module, switch, True)
+    try:
+        yield
+    finally:
+        for module, switch, value in before:
+            setattr(module, switch, value)
 
 
 def _local_tasks(

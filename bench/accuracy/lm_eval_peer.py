@@ -20,9 +20,9 @@ The job is a JSON object:
     files          {name: {split: [paths]}} instead of those in FILES
     adapter        true runs llmbench's own engine inside the harness, where it can be imported
 
-The output holds, per task, `seconds` (the whole call: prompts, model, scores; neither the start of
-the harness nor loading the model or reading data), `model_seconds` (inside the model's methods),
-the batch size, scores as the harness gives them, and samples: log-likelihoods or text per document.
+The output holds, per task, `seconds` (the whole call: rows from the cache of `datasets`, prompts,
+model, scores; neither the start of the harness nor loading the model), `model_seconds` (inside the
+model's methods), the batch size, the harness's scores, and samples: log-likelihoods or text.
 """
 
 import importlib.metadata
@@ -134,7 +134,7 @@ def _write_subjects(
     rows: dict[str, dict[str, list[str]]] = {}
     for split, listed in paths.items():
         for path in listed:
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in filter(None, path.read_text(encoding="utf-8").split("\n")):
                 subject = json.loads(line)["subject"]
                 rows.setdefault(subject, {}).setdefault(split, []).append(line)
     names = []
@@ -239,12 +239,15 @@ class Harness:
 
         names = self.tasks(name)
         manager = TaskManager(include_path=str(self.folder), include_defaults=False)
-        manager.load(names)  # reads and caches the data, which is no part of the time below
+        manager.load(names)  # fills the cache of `datasets`, which is no part of the time below
         sizes = self.job.get("batch_size", 1)
         sizes = sizes if isinstance(sizes, list) else [sizes]
         probes: dict[int, float] = {}
         if len(sizes) > 1:
-            items = min(settings.get("limit") or 10**9, self.job.get("probe_items", 8))
+            # Of many tasks together one document each makes a batch, too.
+            items = max(1, self.job.get("probe_items", 8) // len(names))
+            items = min(settings.get("limit") or items, items)
+            self._evaluate(names, manager, {**settings, "limit": 1}, sizes[0])  # first calls lag
             for size in sizes:
                 self._evaluate(names, manager, {**settings, "limit": items}, size)
                 probes[size] = self.clock.seconds
