@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmbench.bench.accuracy.encoding import EncodedPair, Encoder
+from llmbench.bench.accuracy.text_segments import segment_border
+from llmbench.bench.accuracy.tokenization import TextIds
 from llmbench.bench.errors import BenchConfigError, WorkloadError
 
 BOS, EOS = 0, 1
@@ -427,6 +429,130 @@ class TestItems:
         encoder = Encoder(byte_tokenizer(adds_bos=True), 32)
         texts = ["", "<s>a", "abc " * 12, "질문: "]
         assert encoder.prompts(texts, 8) == [encoder.prompt(text, 8) for text in texts]
+
+
+LATER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "digits", "later"])
+def trained(request: pytest.FixtureRequest) -> Any:
+    """A byte-level BPE with merges over blanks, newlines and punctuation, as real ones have."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=request.param != "later"
+    )
+    split = {
+        "gpt2": byte_level,
+        "digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level]),
+        "later": pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(LATER), "isolated"), byte_level]
+        ),
+    }
+    backend.pre_tokenizer = split[request.param]
+    if request.param == "later":
+        backend.normalizer = normalizers.NFC()
+    text = ["a B.\n\nQ: it's 12\n\n\n 가 나\r\n\t b?\n\nA: !\n\n", "  \n\n  a\n \n..\n\n"] * 4
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
+    )
+
+
+class TestSegments:
+    """Pieces of repeated texts are tokenized once, with the ids of the whole."""
+
+    @settings(
+        max_examples=300,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    @given(
+        texts=st.lists(
+            st.lists(
+                st.sampled_from(
+                    [
+                        "\n\n",
+                        "\n",
+                        " ",
+                        "a",
+                        "B",
+                        "12",
+                        ".",
+                        "'s",
+                        "?",
+                        "\t",
+                        "\r\n",
+                        "가",
+                        "\u0301",
+                        "\xa0",
+                        "<s>",
+                        "\x1c",
+                        "Q:",
+                    ]
+                ),
+                max_size=14,
+            ).map("".join),
+            max_size=4,
+        )
+    )
+    def test_ids_are_those_of_the_whole_text(self, trained: Any, texts: list[str]) -> None:
+        ids = TextIds(trained, add_bos=False)
+        for special in (True, False):
+            assert ids.encode(texts, special=special) == [in_bytes(text, trained) for text in texts]
+
+    def test_repeated_examples_are_tokenized_once(
+        self, trained: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+        ids = TextIds(trained, add_bos=None)
+        call = ids._call
+
+        def heard(texts: list[str], adds: bool | None) -> list[tuple[int, ...]]:
+            asked.extend(texts)
+            return call(texts, adds)
+
+        monkeypatch.setattr(ids, "_call", heard)
+        shots = "Q: a 1\n\nQ: b 2\n\n"
+        ids.encode([shots + "Q: c", shots + "Q: d"], special=True)
+        ids.encode([shots + "Q: e"], special=True)
+        assert sum("b 2" in text for text in asked) == 1
+
+    def test_memory_of_pieces_is_bounded(
+        self, trained: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("llmbench.bench.accuracy.tokenization._MAX_KNOWN_IDS", 20)
+        ids = TextIds(trained, add_bos=None)
+        for index in range(50):
+            text = f"Q: {index}\n\nA: b\n\nQ: c"
+            assert ids.encode([text], special=True) == [in_bytes(text, trained)]
+            assert sum(map(len, ids._known.values())) <= 20
+
+    def test_tokenizer_that_is_not_known_is_given_whole_texts(
+        self, spanning: Any, metaspace: Any
+    ) -> None:
+        assert segment_border(spanning) is None
+        assert segment_border(metaspace) is None
+
+    def test_token_that_swallows_blanks_forbids_cuts(self, byte_tokenizer: Build) -> None:
+        from tokenizers import AddedToken, pre_tokenizers
+
+        tokenizer = byte_tokenizer()
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        assert segment_border(tokenizer) is not None
+        tokenizer.add_tokens([AddedToken("<mask>", rstrip=True)])
+        assert segment_border(tokenizer) is None
 
 
 @pytest.mark.real

@@ -5,13 +5,15 @@ may ask for it or for none. A text that begins with the text of the prefix token
 there is no BOS) has it already, and nothing is added to it. Tokenizers that also end every text
 with EOS would put it between a context and its continuation; what they append is left out.
 
-Texts go to the tokenizer many at a time: it works on all cores then, with the same ids as one by
-one.
+Texts go to the tokenizer many at a time, for it works on all cores then, and where a text may be
+cut (`text_segments`) its pieces are remembered. Neither changes any id.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from llmbench.bench.accuracy.text_segments import segment_border
 from llmbench.bench.errors import BenchConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ Ids = tuple[int, ...]
 
 CHUNK_TEXTS = 512
 """Texts tokenized at a time: enough for all cores, few enough to hold."""
+
+_MAX_KNOWN_IDS = 1_000_000  # remembered ids, some 36 bytes each; MMLU's shots are 50,000
 
 
 class TextIds:
@@ -49,6 +53,9 @@ class TextIds:
         self.prefix_id = int(prefix_id)
         self._prefix_text = str(tokenizer.decode([self.prefix_id]))
         self._appended = self._appended_ids()
+        self._border = segment_border(tokenizer)
+        self._known: dict[tuple[str, bool], Ids] = {}
+        self._num_known_ids = 0
         self.notices: tuple[str, ...] = ()
         if self._appended:
             text = tokenizer.decode(list(self._appended))
@@ -56,6 +63,40 @@ class TextIds:
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[Ids]:
         """Return the ids of each text, with what the tokenizer puts in front of it if `special`."""
+        if self._border is None:
+            return self._encode_whole(texts, special)
+        split = []  # of each text, its pieces, and whether a piece is the beginning of a text
+        wanted: dict[tuple[str, bool], None] = {}
+        for text in texts:
+            first, *others = self._border.split(text)
+            pieces = [(first, special), *((piece, False) for piece in others)]
+            wanted |= dict.fromkeys(piece for piece in pieces if piece not in self._known)
+            split.append(pieces)
+        found: dict[tuple[str, bool], Ids] = {}
+        for begins in (True, False):
+            missing = [piece for piece in wanted if piece[1] == begins]
+            rows = self._encode_whole([text for text, _ in missing], begins)
+            found |= zip(missing, rows, strict=True)
+        known = self._known
+        ids = [
+            tuple(chain.from_iterable(found.get(piece) or known.get(piece, ()) for piece in pieces))
+            for pieces in split
+        ]
+        for pieces in split:
+            self._remember({piece: found[piece] for piece in pieces[:-1] if piece in found})
+        return ids
+
+    def _remember(self, pieces: dict[tuple[str, bool], Ids]) -> None:
+        for piece, ids in pieces.items():
+            if piece in self._known:
+                continue
+            self._num_known_ids += len(ids)
+            if self._num_known_ids > _MAX_KNOWN_IDS:
+                self._known.clear()
+                self._num_known_ids = len(ids)
+            self._known[piece] = ids
+
+    def _encode_whole(self, texts: Sequence[str], special: bool) -> list[Ids]:
         found: list[Ids] = [()] * len(texts)
         with_bos: list[int] = []
         without: list[int] = []
