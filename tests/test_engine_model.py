@@ -21,8 +21,9 @@ CONTINUATIONS = ((70, 71, 72), (70, 71, 90), (33,))
 
 
 def engine_model(folder: Path, **settings: Any) -> EngineModel:
-    values = {"dtype": "float32", "compile": False, "kv_cache_memory_bytes": 1 << 20} | settings
-    return EngineModel(EngineConfig(model=str(folder), **values))
+    values: dict[str, Any] = {"dtype": "float32", "compile": False}
+    values["kv_cache_memory_bytes"] = 1 << 20
+    return EngineModel(EngineConfig(model=str(folder), **(values | settings)))
 
 
 def reference_model(folder: Path) -> Any:

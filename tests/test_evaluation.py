@@ -30,7 +30,8 @@ class CountingModel(EngineModel):
     """Remembers what it was asked."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        values = {"dtype": "float32", "compile": False, "kv_cache_memory_bytes": 1 << 20}
+        values: dict[str, Any] = {"dtype": "float32", "compile": False}
+        values["kv_cache_memory_bytes"] = 1 << 20
         super().__init__(EngineConfig(model=str(folder), **(values | settings)))
         self.asked: list[ScoreRequest] = []
         self.wanted_hidden = False
@@ -72,6 +73,13 @@ def whole(
     return evaluate(prepared, CountingModel(byte_llama()), folder)
 
 
+def reference_model(folder: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    classes: Any = LlamaForCausalLM
+    return classes.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def assert_same_answers(
     found: Mapping[str, Sequence[ItemRecord]], expected: Mapping[str, Sequence[ItemRecord]]
 ) -> None:
@@ -83,7 +91,7 @@ def assert_same_answers(
                 if item.loglikelihoods is None
                 else pytest.approx(item.loglikelihoods, abs=1e-5)
             )
-            unequal = {"loglikelihoods": None, "metrics": {}, "divergence": None}
+            unequal: dict[str, Any] = {"loglikelihoods": None, "metrics": {}, "divergence": None}
             assert dataclasses.replace(other, **unequal) == dataclasses.replace(item, **unequal)
 
 
@@ -129,9 +137,7 @@ def test_real_questions_do_not_depend_on_batches_chunks_and_caches(
 def test_likelihoods_are_those_of_transformers(
     whole: EvalResult, prepared: PreparedEval, byte_llama: Callable[..., Path]
 ) -> None:
-    from transformers import LlamaForCausalLM
-
-    model: Any = LlamaForCausalLM.from_pretrained(byte_llama(), dtype=torch.float32).eval()
+    model = reference_model(byte_llama())
     tokenizer = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer
     (sums,) = [each for each in prepared.tasks if each.task.name == "sums"]
     for prompt, item in zip(sums.prompts, whole.items["sums"], strict=True):
@@ -143,15 +149,13 @@ def test_likelihoods_are_those_of_transformers(
                 logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
             found.append(sum(float(logprobs[at - 1, ids[at]]) for at in range(start, len(ids))))
         assert item.loglikelihoods == pytest.approx(found, abs=1e-4)
-        assert item.pick == max(range(3), key=lambda choice, found=found: found[choice])
+        assert item.pick == found.index(max(found))
 
 
 def test_perplexity_is_that_of_a_plain_loop(
     whole: EvalResult, text_file: Path, byte_llama: Callable[..., Path]
 ) -> None:
-    from transformers import LlamaForCausalLM
-
-    model: Any = LlamaForCausalLM.from_pretrained(byte_llama(), dtype=torch.float32).eval()
+    model = reference_model(byte_llama())
     ids = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer(text_file.read_text())
     losses = []
     for start in range(0, len(ids["input_ids"]) // 64 * 64, 64):
@@ -429,12 +433,7 @@ def test_a_baseline_changes_no_answer(
 def test_divergence_is_that_of_both_models_side_by_side(
     compared: tuple[EvalResult, Path], prepared: PreparedEval, byte_llama: Callable[..., Path]
 ) -> None:
-    from transformers import LlamaForCausalLM
-
-    base, candidate = (
-        LlamaForCausalLM.from_pretrained(byte_llama(seed), dtype=torch.float32).eval()
-        for seed in (0, 1)
-    )
+    base, candidate = (reference_model(byte_llama(seed)) for seed in (0, 1))
     tokenizer = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer
     (sums,) = [each for each in prepared.tasks if each.task.name == "sums"]
     item = compared[0].items["sums"][3]
