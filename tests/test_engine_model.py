@@ -29,7 +29,8 @@ def engine_model(folder: Path, **settings: Any) -> EngineModel:
 def reference_model(folder: Path) -> Any:
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    classes: Any = LlamaForCausalLM
+    return classes.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,36 @@ def test_items_behind_the_same_examples_are_asked_side_by_side() -> None:
         question("a", 5, (2, 3), 6),
     ]
     assert [one.draft.doc_id for one in in_order(asked)] == [3, 0, 1, 5, 2, 4]
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_chat_template_is_asked_recorded_and_part_of_the_folder(
+    small_tasks: Path,
+    byte_llama: Callable[..., Path],
+    byte_tokenizer: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(byte_llama(), folder)
+    byte_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    plain = EvalConfig(tasks=("sums",), include=(small_tasks,), limits=1, num_fewshot=1)
+    config = dataclasses.replace(plain, apply_chat_template=True, system_instruction="Count.")
+    model = CountingModel(folder)
+    questions = prepare(config, load_tokenizer=lambda: model.tokenizer)
+    evaluate(questions, model, tmp_path / "run")
+    (request,) = model.asked
+    text = model.tokenizer.decode(request.context)
+    assert text.startswith("<system>Count.</system><user>")
+    assert text.endswith("</user><assistant>")
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["plan"]["chat"]["template"] == CHAT_TEMPLATE
+    with pytest.raises(ResultsError, match="chat_template_sha256"):
+        evaluate(prepare(plain), CountingModel(folder), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

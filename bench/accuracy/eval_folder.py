@@ -50,6 +50,7 @@ def build_eval_manifest(
         config={
             "num_fewshot": config.num_fewshot,
             "chat_template_sha256": None if chat is None else chat["sha256"],
+            "system_instruction": config.system_instruction,
             "add_bos": config.add_bos,
             "on_overflow": config.on_overflow,
             "max_gen_toks": config.max_gen_toks,

@@ -264,8 +264,10 @@ class _Run:
             try:
                 self._answer(folder)
             except BaseException:
-                with contextlib.suppress(BenchError):  # the reason of the first matters
+                try:
                     self._finish(folder, is_complete=False)
+                except Exception as error:  # what ended the run is what the user has to know
+                    logger.warning("the scores so far could not be written: %s", error)
                 raise
             return self._finish(folder, is_complete=True)
 
