@@ -14,6 +14,9 @@ import pytest
 from aiohttp import web
 
 from llmbench.bench.accuracy.engine_model import EngineModel
+from llmbench.bench.accuracy.eval_config import EvalConfig
+from llmbench.bench.accuracy.eval_plan import prepare
+from llmbench.bench.accuracy.evaluation import run_eval
 from llmbench.bench.accuracy.model import GenerateRequest
 from llmbench.bench.accuracy.server_client import server_root
 from llmbench.bench.accuracy.server_model import ServerModel
@@ -41,17 +44,9 @@ def server_module() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def engine(
-    tmp_path_factory: pytest.TempPathFactory,
-    random_model: Callable[..., Any],
-    byte_tokenizer: Callable[..., Any],
-) -> Iterator[EngineModel]:
-    folder = tmp_path_factory.mktemp("served")
-    sizes = {"vocab_size": 258, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-    random_model("llama", max_position_embeddings=256, **sizes).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    settings: dict[str, Any] = {"dtype": "float32", "compile": False, "num_kv_blocks": 64}
-    model = EngineModel(EngineConfig(model=str(folder), block_size=4, **settings))
+def engine(byte_llama: Callable[..., Path]) -> Iterator[EngineModel]:
+    settings: dict[str, Any] = {"dtype": "float32", "compile": False, "num_kv_blocks": 128}
+    model = EngineModel(EngineConfig(model=str(byte_llama()), block_size=4, **settings))
     yield model
     model.close()
 
@@ -78,7 +73,7 @@ def connect(stack: ExitStack, engine: EngineModel) -> Callable[..., ServerModel]
     def open_(server: Any, **settings: Any) -> ServerModel:
         url = server if isinstance(server, str) else server.url
         if not isinstance(server, str) and server.dialect not in ("vllm", "sglang", "llama.cpp"):
-            settings.setdefault("max_length", 200)
+            settings.setdefault("max_length", 190)
         settings = {"first_pause_s": 0.0, "timeout_s": 30.0} | settings
         model = ServerModel(url, engine.tokenizer, **settings)
         stack.callback(model.close)
@@ -149,6 +144,42 @@ def test_generated_text_equals_the_engine_s(
     assert texts_of(engine, requests)[3] == plain[0][:2].partition(plain[0][2])[0]
 
 
+@pytest.mark.parametrize("dialect", SCORING)
+def test_whole_evaluation_equals_the_engine_s(
+    dialect: str,
+    serve: Callable[..., Any],
+    connect: Callable[..., ServerModel],
+    engine: EngineModel,
+    small_tasks: Path,
+    tmp_path: Path,
+) -> None:
+    prepared = prepare(
+        EvalConfig(tasks=("sums", "spoken", "letters"), include=(small_tasks,), max_length=150)
+    )
+    found = run_eval(prepared, connect(serve(dialect)), tmp_path / "server")
+    expected = run_eval(prepared, engine, tmp_path / "engine")
+    for task, items in expected.items.items():
+        for item, other in zip(items, found.items[task], strict=True):
+            assert other.loglikelihoods == pytest.approx(item.loglikelihoods, abs=1e-4)
+            assert (other.response, other.is_greedy) == (item.response, item.is_greedy)
+            assert other.key != item.key
+
+
+def test_generating_task_runs_on_a_server_without_log_probabilities(
+    serve: Callable[..., Any],
+    connect: Callable[..., ServerModel],
+    engine: EngineModel,
+    small_tasks: Path,
+    tmp_path: Path,
+) -> None:
+    prepared = prepare(EvalConfig(tasks=("spoken",), include=(small_tasks,)))
+    found = run_eval(prepared, connect(serve("llama.cpp")), tmp_path / "server")
+    expected = run_eval(prepared, engine, tmp_path / "engine")
+    assert [item.response for item in found.items["spoken"]] == [
+        item.response for item in expected.items["spoken"]
+    ]
+
+
 def test_stops_are_cut_here_where_the_server_forgets_them(
     serve: Callable[..., Any], connect: Callable[..., ServerModel], engine: EngineModel
 ) -> None:
@@ -193,15 +224,16 @@ def test_server_that_counts_more_tokens_than_were_sent_is_refused(
         connect(serve("openai", after=one_more))
 
 
-@pytest.mark.parametrize("dialect", SCORING)
+@pytest.mark.parametrize(("dialect", "room"), [("vllm", 199), ("sglang", 197)])
 def test_longest_allowed_request_fits_the_server(
-    dialect: str, serve: Callable[..., Any], connect: Callable[..., ServerModel]
+    dialect: str, room: int, serve: Callable[..., Any], connect: Callable[..., ServerModel]
 ) -> None:
-    model = connect(serve(dialect))
-    room = {"sglang": 197, "openai": 200}.get(dialect, 199)
+    server = serve(dialect)
+    model = connect(server)
     assert model.max_length + 1 == room
     item = ScoreRequest(context=(70,) * model.max_length, continuations=((71,),))
     assert len(scores_of(model, [item])[0][0].logprobs) == 1
+    assert connect(server, max_length=50).max_length == 50
 
 
 def test_llama_cpp_generates_and_is_refused_for_scores(

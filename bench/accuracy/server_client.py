@@ -10,6 +10,7 @@ server's words. Repeated requests are counted, never hidden.
 """
 
 import asyncio
+import atexit
 import json
 import queue
 import threading
@@ -126,7 +127,7 @@ def server_root(base_url: str) -> str:
 
 
 class ServerClient:
-    """Requests to one server; `close` it, or its thread and connections stay."""
+    """Requests to one server; its thread and connections stay until `close`, or the exit."""
 
     def __init__(
         self,
@@ -156,11 +157,13 @@ class ServerClient:
         )
         self._thread.start()
         self._session = self._wait(self._open())
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Drop what is under way, close the connections, end the thread; may be called again."""
         if self._loop.is_closed():
             return
+        atexit.unregister(self.close)
         self._wait(self._shut())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -68,7 +68,7 @@ class ServerModel:
         """Connect and probe.
 
         `model` may be left out where the server has one alone; `api_key` None takes the
-        environment's OPENAI_API_KEY; `max_length` is the server's context where it tells none.
+        environment's OPENAI_API_KEY; `max_length` is needed where the server tells no length.
         """
         self._tokenizer = tokenizer
         self._client = ServerClient(
@@ -98,23 +98,28 @@ class ServerModel:
             if added.special
         }
         self._num_retokenized = 0
-        self._is_length_guessed = False
+        self._max_length = self._longest(max_length)
+
+    def _longest(self, asked: int | None) -> int:
+        """How much a request may hold: what is asked for, and what the server has room for."""
         context = self._served.max_model_len
-        if context is None and max_length is None:
+        self._is_length_guessed = context is None and asked is None
+        if context is None and asked is not None:
+            return asked
+        if context is None:
             context = self._tokenizer.model_max_length
-            self._is_length_guessed = True
             if not 0 < context < _LONGEST_BELIEVED:
                 error = BenchConfigError(
                     f"neither {self._client.root} nor the tokenizer says how long a prompt may be"
                 )
-                error.add_note("give the server's context length as max_length")
+                error.add_note("give the server's length, less a token or two, with --max-length")
                 raise error
-        given = [length for length in (context, max_length) if length is not None]
-        reserved = self._dialect.num_reserved if not isinstance(self._dialect, BenchError) else 1
-        # An evaluation may ask for one token more than max_length, which it does not feed.
-        self._max_length = min(given) - reserved - 1
-        if self._max_length < 1:
-            raise BenchConfigError(f"a context of {min(given)} tokens is too short to score in")
+        reserved = 1 if isinstance(self._dialect, BenchError) else self._dialect.num_reserved
+        # An evaluation may ask for a token more than max_length: the last one is not fed.
+        room = context - reserved - 1
+        if room < 1:
+            raise BenchConfigError(f"a context of {context} tokens is too short to score in")
+        return room if asked is None else min(room, asked)
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -177,13 +182,12 @@ class ServerModel:
 
         Continuations of one request are sent one behind the other.
         """
-        dialect = self.check_scores()
         if with_hidden:
             raise BenchError(
                 "a server does not give hidden states; divergence needs the built-in engine. Flips "
                 "and paired tests still work"
             )
-        return self._score(requests, dialect)
+        return self._score(requests, self.check_scores()) if requests else iter(())
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[tuple[int, str]]:
         """Yield (index of the request, its answer's text) in order of completion."""
