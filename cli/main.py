@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from llmbench.bench.errors import BenchConfigError
-from llmbench.cli import convert, doctor, generate, models, quantize, serve_bench, study
+from llmbench.cli import convert, doctor, eval, generate, models, quantize, serve_bench, study
 from llmbench.cli.options import KNOWN_ERRORS, SettingsError, examples
 from llmbench.cli.output import print_error, reset_logging
 from llmbench.cli.workload_options import join_goodput
@@ -43,6 +43,7 @@ app = typer.Typer(
 generate.register(app)
 quantize.register(app)
 convert.register(app)
+eval.register(app)
 serve_bench.register(app)
 study.register(app)
 models.register(app)

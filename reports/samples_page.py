@@ -167,12 +167,11 @@ def _answer(
     if parted["token"] is not None:
         ends = answer["ends"]
         end = ends[parted["token"]] if parted["token"] < len(ends) else start
+    end = max(end, start + 1)  # half a character is no text: its whole is marked
     first = text[start:end]
-    if not first and start >= len(text):
+    if not first:
         first = " (end)"  # a mark that is seen where an answer ends early
-    return ShownAnswer(
-        label=label, facts=facts, shared=text[:start], first=first, rest=text[max(start, end) :]
-    )
+    return ShownAnswer(label=label, facts=facts, shared=text[:start], first=first, rest=text[end:])
 
 
 def _finding(sample: Mapping[str, Any]) -> str:
