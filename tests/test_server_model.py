@@ -180,6 +180,37 @@ def test_generating_task_runs_on_a_server_without_log_probabilities(
     ]
 
 
+def test_scores_that_a_server_lacks_are_refused_before_anything_is_asked(
+    serve: Callable[..., Any],
+    connect: Callable[..., ServerModel],
+    small_tasks: Path,
+    tmp_path: Path,
+) -> None:
+    prepared = prepare(EvalConfig(tasks=("spoken", "sums"), include=(small_tasks,)))
+    server = serve("llama.cpp")
+    model = connect(server)
+    num_probes = len(server.requests)
+    with pytest.raises(BenchError, match="no log-probabilities of a prompt"):
+        run_eval(prepared, model, tmp_path)
+    assert len(server.requests) == num_probes
+
+
+def test_repeats_are_told_with_the_results(
+    serve: Callable[..., Any],
+    connect: Callable[..., ServerModel],
+    small_tasks: Path,
+    tmp_path: Path,
+) -> None:
+    trouble = [web.Response(status=503)]
+
+    def before(path: str, body: dict[str, Any]) -> web.Response | None:
+        return trouble.pop() if body.get("stop") and trouble else None
+
+    prepared = prepare(EvalConfig(tasks=("spoken",), include=(small_tasks,)))
+    result = run_eval(prepared, connect(serve(before=before)), tmp_path)
+    assert "requests sent again: 1 (HTTP 503: 1)" in result.notices
+
+
 def test_stops_are_cut_here_where_the_server_forgets_them(
     serve: Callable[..., Any], connect: Callable[..., ServerModel], engine: EngineModel
 ) -> None:
@@ -245,7 +276,6 @@ def test_llama_cpp_generates_and_is_refused_for_scores(
         model.score(ITEMS)
     assert "vLLM" in caught.value.__notes__[0]
     assert "llama.cpp" in caught.value.__notes__[0]
-    assert any("no log-likelihoods" in notice for notice in model.notices)
 
 
 def zeros(logprobs: dict[str, Any]) -> None:
@@ -394,7 +424,7 @@ def test_what_may_pass_is_tried_again_and_counted(
     found = scores_of(model, ITEMS)
     assert found[1][0].logprobs == pytest.approx(scores_of(engine, ITEMS)[1][0].logprobs, abs=1e-5)
     (notice,) = model.notices
-    assert notice == "3 requests were sent again (HTTP 429: 1, HTTP 503: 1, broken connection: 1)"
+    assert notice == "requests sent again: 3 (HTTP 429: 1, HTTP 503: 1, broken connection: 1)"
 
 
 def test_trouble_that_does_not_pass_ends_the_run_with_the_server_s_words(

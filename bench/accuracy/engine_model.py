@@ -99,6 +99,14 @@ class EngineModel:
         """Load the weights, if they are not there yet."""
         return self._engine().core
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """None: the identity says it all."""
+        return ()
+
+    def check_scores(self) -> None:
+        """Do nothing: every model on the engine scores."""
+
     def score(
         self, requests: "Sequence[ScoreRequest]", *, with_hidden: bool = False
     ) -> "Iterator[tuple[int, tuple[ContinuationScore, ...]]]":

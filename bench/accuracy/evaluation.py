@@ -273,6 +273,9 @@ class _Run:
 
     def _look_ahead(self) -> None:
         """Refuse now what would be refused behind hours of work: long prompts, a full disk."""
+        output_types = {each.task.output_type for each in self._prepared.tasks}
+        if self.windows is not None or output_types - {"generate_until"}:
+            self._model.check_scores()
         if self._store is None and self._prepared.config.on_overflow != "error":
             return
         num_tokens = num_answers = 0
@@ -312,7 +315,7 @@ class _Run:
 
     def _notices(self, answered: Mapping[str, Sequence[ItemRecord]]) -> list[str]:
         """What a reader of the scores has to know."""
-        notices = [*self._prepared.notices, *self._encoder.notices]
+        notices = [*self._prepared.notices, *self._encoder.notices, *self._model.notices]
         if self.windows is not None:
             notices.append(f"{PERPLEXITY}: {self.windows.protocol}")
         for task, items in answered.items():

@@ -55,6 +55,13 @@ class EvaluatedModel(Protocol):
     def identity(self) -> dict[str, Any]:
         """All that an answer may depend on besides the request, as JSON types."""
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a reader of its answers should know of how they came about, a sentence each."""
+
+    def check_scores(self) -> object:
+        """Raise BenchError where the model cannot score at all; loads nothing."""
+
     def score(
         self, requests: "Sequence[ScoreRequest]", *, with_hidden: bool = False
     ) -> "Iterator[tuple[int, tuple[ContinuationScore, ...]]]":

@@ -149,8 +149,6 @@ class ServerModel:
     def notices(self) -> tuple[str, ...]:
         """What a reader of the results should know, as sentences; repeats so far included."""
         found = []
-        if isinstance(self._dialect, BenchError):
-            found.append(f"no log-likelihoods: {self._dialect}")
         if self._tokenizer_check != "ids":
             how = {"count": "only by its count of tokens", "unchecked": "not at all"}
             found.append(
@@ -166,7 +164,7 @@ class ServerModel:
             found.append("the server does not tell its context length; the tokenizer's was taken")
         if repeats := self._client.repeats:
             reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(repeats.items()))
-            found.append(f"{repeats.total()} requests were sent again ({reasons})")
+            found.append(f"requests sent again: {repeats.total()} ({reasons})")
         return tuple(found)
 
     def check_scores(self) -> Dialect:
