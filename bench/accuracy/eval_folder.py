@@ -20,6 +20,7 @@ from llmbench.bench import strict_json
 from llmbench.bench.accuracy.eval_plan import PreparedEval
 from llmbench.bench.accuracy.items import ItemFile, ItemRecord, items_path, read_items
 from llmbench.bench.accuracy.model import EvaluatedModel
+from llmbench.bench.accuracy.tokenization import TextIds
 from llmbench.bench.environment import collect_environment
 from llmbench.bench.errors import ResultsError
 from llmbench.bench.results import ResultsFolder, build_manifest, read_results, write_json
@@ -67,6 +68,7 @@ def build_eval_manifest(
             "model": model.name,
             "identity": model.identity,
             "tokenizer": model.tokenizer.name_or_path,
+            "adds_bos": _adds_bos(model, config.add_bos),
             "baseline": baseline,
             "limits": config.limits,
             "shard": config.shard,
@@ -74,6 +76,13 @@ def build_eval_manifest(
             **facts,
         },
     )
+
+
+def _adds_bos(model: EvaluatedModel, add_bos: bool | None) -> bool:
+    """Whether a text that brings no BOS gets one: what `add_bos` None comes to."""
+    bos_id = model.tokenizer.bos_token_id
+    (ids,) = TextIds(model.tokenizer, add_bos=add_bos).encode(["a"], special=True)
+    return bos_id is not None and ids[0] == bos_id
 
 
 class EvalFolder:
