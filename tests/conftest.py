@@ -392,7 +392,17 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def simulated_sweep() -> ModuleType:
     """Make records, manifests and folders of a sweep over a simulated engine."""
-    path = Path(__file__).with_name("simulated_sweep.py")
+    return _module_beside("simulated_sweep")
+
+
+@pytest.fixture(scope="session")
+def doubles() -> ModuleType:
+    """What tests of evaluations share (evaluation_doubles.py)."""
+    return _module_beside("evaluation_doubles")
+
+
+def _module_beside(name: str) -> ModuleType:
+    path = Path(__file__).with_name(f"{name}.py")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

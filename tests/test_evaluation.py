@@ -4,45 +4,28 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from llmbench.bench.accuracy.baseline_store import BaselineStore
 from llmbench.bench.accuracy.engine_model import EngineModel
 from llmbench.bench.accuracy.eval_config import EvalConfig
 from llmbench.bench.accuracy.eval_folder import merge_items
 from llmbench.bench.accuracy.eval_plan import PreparedEval, prepare
 from llmbench.bench.accuracy.eval_result import EvalResult, score_items
-from llmbench.bench.accuracy.evaluation import evaluate, in_order
+from llmbench.bench.accuracy.eval_run import in_order
+from llmbench.bench.accuracy.evaluation import evaluate
 from llmbench.bench.accuracy.items import ItemRecord
 from llmbench.bench.accuracy.questions import Question
-from llmbench.bench.errors import BenchConfigError, BenchError, ResultsError, WorkloadError
+from llmbench.bench.errors import BenchConfigError, ResultsError, WorkloadError
 from llmbench.engine.config import EngineConfig
-from llmbench.engine.scoring import ContinuationScore, ScoreRequest
+from llmbench.engine.scoring import ScoreRequest
 
 TASKS = ("sums", "spoken", "letters")
-
-
-class CountingModel(EngineModel):
-    """Remembers what it was asked."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        values: dict[str, Any] = {"dtype": "float32", "compile": False}
-        values["kv_cache_memory_bytes"] = 1 << 20
-        super().__init__(EngineConfig(model=str(folder), **(values | settings)))
-        self.asked: list[ScoreRequest] = []
-        self.wanted_hidden = False
-
-    def score(
-        self, requests: Sequence[ScoreRequest], *, with_hidden: bool = False
-    ) -> Iterator[tuple[int, tuple[ContinuationScore, ...]]]:
-        self.asked += requests
-        self.wanted_hidden |= with_hidden and bool(requests)
-        return super().score(requests, with_hidden=with_hidden)
 
 
 @pytest.fixture(scope="module")
@@ -65,35 +48,14 @@ def prepared(small_tasks: Path, text_file: Path) -> PreparedEval:
 
 @pytest.fixture(scope="module")
 def whole(
+    doubles: ModuleType,
     prepared: PreparedEval,
     byte_llama: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EvalResult:
     """All of it, on the engine as it comes."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return evaluate(prepared, CountingModel(byte_llama()), folder)
-
-
-def reference_model(folder: Path) -> Any:
-    from transformers import LlamaForCausalLM
-
-    classes: Any = LlamaForCausalLM
-    return classes.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def assert_same_answers(
-    found: Mapping[str, Sequence[ItemRecord]], expected: Mapping[str, Sequence[ItemRecord]]
-) -> None:
-    assert found.keys() == expected.keys()
-    for task, items in expected.items():
-        for item, other in zip(items, found[task], strict=True):
-            assert other.loglikelihoods == (
-                None
-                if item.loglikelihoods is None
-                else pytest.approx(item.loglikelihoods, abs=1e-5)
-            )
-            unequal: dict[str, Any] = {"loglikelihoods": None, "metrics": {}, "divergence": None}
-            assert dataclasses.replace(other, **unequal) == dataclasses.replace(item, **unequal)
+    return evaluate(prepared, doubles.CountingModel(byte_llama()), folder)
 
 
 @pytest.mark.parametrize(
@@ -108,37 +70,38 @@ def assert_same_answers(
     ids=str,
 )
 def test_results_do_not_depend_on_batches_chunks_and_caches(
+    doubles: ModuleType,
     prepared: PreparedEval,
     whole: EvalResult,
     byte_llama: Callable[..., Path],
     tmp_path: Path,
     settings: dict[str, Any],
 ) -> None:
-    result = evaluate(prepared, CountingModel(byte_llama(), **settings), tmp_path / "run")
-    assert_same_answers(result.items, whole.items)
+    result = evaluate(prepared, doubles.CountingModel(byte_llama(), **settings), tmp_path / "run")
+    doubles.assert_same_answers(result.items, whole.items)
 
 
 def test_real_questions_do_not_depend_on_batches_chunks_and_caches(
-    data_dir: Path, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, data_dir: Path, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     names = ("arc_easy", "mmlu_anatomy", "winogrande", "truthfulqa_mc2", "kobest_boolq")
     config = EvalConfig(tasks=names, limits=2, num_fewshot=1, data_dir=data_dir)
     questions = prepare(config)
-    model = CountingModel(byte_llama(max_positions=2048))
+    model = doubles.CountingModel(byte_llama(max_positions=2048))
     expected = evaluate(questions, model, tmp_path / "a").items
-    other = CountingModel(
+    other = doubles.CountingModel(
         byte_llama(max_positions=2048),
         prefix_cache="none",
         max_num_seqs=2,
         max_num_batched_tokens=100,
     )
-    assert_same_answers(evaluate(questions, other, tmp_path / "b").items, expected)
+    doubles.assert_same_answers(evaluate(questions, other, tmp_path / "b").items, expected)
 
 
 def test_likelihoods_are_those_of_transformers(
-    whole: EvalResult, prepared: PreparedEval, byte_llama: Callable[..., Path]
+    doubles: ModuleType, whole: EvalResult, prepared: PreparedEval, byte_llama: Callable[..., Path]
 ) -> None:
-    model = reference_model(byte_llama())
+    model = doubles.reference_model(byte_llama())
     tokenizer = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer
     (sums,) = [each for each in prepared.tasks if each.task.name == "sums"]
     for prompt, item in zip(sums.prompts, whole.items["sums"], strict=True):
@@ -154,9 +117,9 @@ def test_likelihoods_are_those_of_transformers(
 
 
 def test_perplexity_is_that_of_a_plain_loop(
-    whole: EvalResult, text_file: Path, byte_llama: Callable[..., Path]
+    doubles: ModuleType, whole: EvalResult, text_file: Path, byte_llama: Callable[..., Path]
 ) -> None:
-    model = reference_model(byte_llama())
+    model = doubles.reference_model(byte_llama())
     ids = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer(text_file.read_text())
     losses = []
     for start in range(0, len(ids["input_ids"]) // 64 * 64, 64):
@@ -183,35 +146,39 @@ def test_scores_are_those_of_the_items(whole: EvalResult, prepared: PreparedEval
 
 
 def test_without_baseline_no_hidden_states_are_asked_for(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    model = CountingModel(byte_llama())
+    model = doubles.CountingModel(byte_llama())
     evaluate(prepared, model, tmp_path / "run")
     assert not model.wanted_hidden
 
 
 def test_a_limit_asks_what_the_whole_run_asks(
-    whole: EvalResult, small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType,
+    whole: EvalResult,
+    small_tasks: Path,
+    byte_llama: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     config = EvalConfig(
         tasks=TASKS, include=(small_tasks,), limits={"*": 2, "sums": 5, "letters": 1}
     )
-    result = evaluate(prepare(config), CountingModel(byte_llama()), tmp_path / "run")
+    result = evaluate(prepare(config), doubles.CountingModel(byte_llama()), tmp_path / "run")
     assert {task: len(items) for task, items in result.items.items()} == {
         "sums": 5,
         "spoken": 2,
         "letters": 1,
     }
     expected = {task: whole.items[task][: len(items)] for task, items in result.items.items()}
-    assert_same_answers(result.items, expected)
+    doubles.assert_same_answers(result.items, expected)
 
 
 def test_a_folder_is_extended_by_a_larger_limit(
-    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    def run(limit: int) -> tuple[EvalResult, CountingModel]:
+    def run(limit: int) -> tuple[EvalResult, Any]:
         config = EvalConfig(tasks=("sums",), include=(small_tasks,), limits=limit)
-        model = CountingModel(byte_llama())
+        model = doubles.CountingModel(byte_llama())
         return evaluate(prepare(config), model, tmp_path / "run"), model
 
     run(4)
@@ -224,6 +191,7 @@ def test_a_folder_is_extended_by_a_larger_limit(
 
 
 def test_shards_together_are_the_whole(
+    doubles: ModuleType,
     whole: EvalResult,
     prepared: PreparedEval,
     byte_llama: Callable[..., Path],
@@ -232,45 +200,45 @@ def test_shards_together_are_the_whole(
     folders = [tmp_path / f"shard-{index}" for index in range(3)]
     for index, folder in enumerate(folders):
         config = dataclasses.replace(prepared.config, shard=(index, 3))
-        evaluate(prepare(config), CountingModel(byte_llama()), folder)
+        evaluate(prepare(config), doubles.CountingModel(byte_llama()), folder)
     merged = {task: merge_items(folders, task) for task in whole.items}
-    assert_same_answers(merged, whole.items)
+    doubles.assert_same_answers(merged, whole.items)
 
 
 def test_shards_of_other_settings_are_not_merged(
-    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     for index, shots in enumerate((0, 1)):
         config = EvalConfig(
             tasks=("sums",), include=(small_tasks,), num_fewshot=shots, shard=(index, 2), limits=2
         )
-        evaluate(prepare(config), CountingModel(byte_llama()), tmp_path / str(index))
+        evaluate(prepare(config), doubles.CountingModel(byte_llama()), tmp_path / str(index))
     with pytest.raises(ResultsError, match="other settings"):
         merge_items([tmp_path / "0", tmp_path / "1"], "sums")
 
 
 def test_another_model_does_not_get_the_folder(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = dataclasses.replace(prepared.config, tasks=("spoken",), text=None, limits=1)
-    evaluate(prepare(config), CountingModel(byte_llama()), tmp_path / "run")
+    evaluate(prepare(config), doubles.CountingModel(byte_llama()), tmp_path / "run")
     with pytest.raises(ResultsError, match="model_digest"):
-        evaluate(prepare(config), CountingModel(byte_llama(1)), tmp_path / "run")
+        evaluate(prepare(config), doubles.CountingModel(byte_llama(1)), tmp_path / "run")
     with pytest.raises(ResultsError, match=r"config\.num_fewshot"):
         evaluate(
             prepare(dataclasses.replace(config, num_fewshot=3)),
-            CountingModel(byte_llama()),
+            doubles.CountingModel(byte_llama()),
             tmp_path / "run",
         )
 
 
 def test_the_manifest_says_what_was_asked(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = dataclasses.replace(prepared.config, tasks=("sums",), text=None, limits=2, seed=7)
     evaluate(
         prepare(config),
-        CountingModel(byte_llama()),
+        doubles.CountingModel(byte_llama()),
         tmp_path / "run",
         settings={"max_num_seqs": 64},
     )
@@ -287,43 +255,43 @@ def test_the_manifest_says_what_was_asked(
 
 
 def test_long_prompts_are_cut_counted_and_said(
-    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = EvalConfig(tasks=("sums",), include=(small_tasks,), max_length=30)
-    result = evaluate(prepare(config), CountingModel(byte_llama()), tmp_path / "run")
+    result = evaluate(prepare(config), doubles.CountingModel(byte_llama()), tmp_path / "run")
     assert result.tasks["sums"].num_truncated == 12
     assert any("12 of 12 prompts lost their beginning" in line for line in result.notices)
 
 
 def test_an_answer_without_room_is_cut_and_said(
-    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = EvalConfig(tasks=("spoken",), include=(small_tasks,), max_length=32, max_gen_toks=256)
-    model = CountingModel(byte_llama())
+    model = doubles.CountingModel(byte_llama())
     result = evaluate(prepare(config), model, tmp_path / "run")
     assert result.tasks["spoken"].num_truncated == 0
     assert any("6 answers had less room" in line for line in result.notices)
 
 
 def test_an_overflow_that_is_refused_is_refused_before_anything_runs(
-    small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = EvalConfig(
         tasks=("spoken", "sums"), include=(small_tasks,), max_length=30, on_overflow="error"
     )
-    model = CountingModel(byte_llama())
+    model = doubles.CountingModel(byte_llama())
     with pytest.raises(WorkloadError, match="of sums"):
         evaluate(prepare(config), model, tmp_path / "run")
     assert not model.is_loaded
 
 
 def test_progress_counts_every_item_and_carries_the_score(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+    doubles: ModuleType, prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     heard: list[tuple[str, int, int, Any]] = []
     result = evaluate(
         prepared,
-        CountingModel(byte_llama()),
+        doubles.CountingModel(byte_llama()),
         tmp_path / "run",
         on_progress=lambda *said: heard.append(said),
     )
@@ -376,6 +344,7 @@ CHAT_TEMPLATE = (
 
 
 def test_a_chat_template_is_asked_recorded_and_part_of_the_folder(
+    doubles: ModuleType,
     small_tasks: Path,
     byte_llama: Callable[..., Path],
     byte_tokenizer: Callable[..., Any],
@@ -386,7 +355,7 @@ def test_a_chat_template_is_asked_recorded_and_part_of_the_folder(
     byte_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     plain = EvalConfig(tasks=("sums",), include=(small_tasks,), limits=1, num_fewshot=1)
     config = dataclasses.replace(plain, apply_chat_template=True, system_instruction="Count.")
-    model = CountingModel(folder)
+    model = doubles.CountingModel(folder)
     questions = prepare(config, load_tokenizer=lambda: model.tokenizer)
     evaluate(questions, model, tmp_path / "run")
     (request,) = model.asked
@@ -396,7 +365,7 @@ def test_a_chat_template_is_asked_recorded_and_part_of_the_folder(
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["plan"]["chat"]["template"] == CHAT_TEMPLATE
     with pytest.raises(ResultsError, match="chat_template_sha256"):
-        evaluate(prepare(plain), CountingModel(folder), tmp_path / "run")
+        evaluate(prepare(plain), doubles.CountingModel(folder), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -427,216 +396,3 @@ def test_a_limit_for_what_is_not_asked_is_refused(
 def test_settings_that_cannot_hold_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(BenchConfigError, match=problem):
         EvalConfig(**({"tasks": ("sums",)} | changes))
-
-
-# --- against a baseline
-
-
-@pytest.fixture(scope="module")
-def compared(
-    prepared: PreparedEval,
-    byte_llama: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[EvalResult, Path]:
-    """A candidate with other weights, and the cache that its baseline left."""
-    folder = tmp_path_factory.mktemp("compared")
-    result = evaluate(
-        prepared,
-        CountingModel(byte_llama(1)),
-        folder / "run",
-        baseline=CountingModel(byte_llama()),
-        store_root=folder / "cache",
-    )
-    return result, folder
-
-
-def test_a_baseline_changes_no_answer(
-    compared: tuple[EvalResult, Path],
-    whole: EvalResult,
-    prepared: PreparedEval,
-    byte_llama: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
-    alone = evaluate(prepared, CountingModel(byte_llama(1)), tmp_path / "run")
-    assert_same_answers(compared[0].items, alone.items)
-
-
-def test_divergence_is_that_of_both_models_side_by_side(
-    compared: tuple[EvalResult, Path], prepared: PreparedEval, byte_llama: Callable[..., Path]
-) -> None:
-    base, candidate = (reference_model(byte_llama(seed)) for seed in (0, 1))
-    tokenizer = EngineModel(EngineConfig(model=str(byte_llama()))).tokenizer
-    (sums,) = [each for each in prepared.tasks if each.task.name == "sums"]
-    item = compared[0].items["sums"][3]
-    assert item.divergence is not None
-    expected = []
-    for context, continuation in sums.prompts[3].pairs:
-        ids = torch.tensor([tokenizer(context + continuation)["input_ids"]])
-        start = len(tokenizer(context)["input_ids"])
-        with torch.no_grad():
-            p, q = (model(ids).logits[0].log_softmax(-1) for model in (base, candidate))
-        expected += (p.exp() * (p - q)).sum(-1)[start - 1 : -1].tolist()
-    assert item.divergence.kl == pytest.approx(expected, abs=1e-5)
-
-
-def test_every_scored_item_has_a_divergence_and_no_other(
-    compared: tuple[EvalResult, Path],
-) -> None:
-    for task, items in compared[0].items.items():
-        for item in items:
-            assert (item.divergence is not None) == (task != "spoken")
-
-
-def test_the_comparison_counts_flips_and_says_a_verdict(
-    compared: tuple[EvalResult, Path], whole: EvalResult
-) -> None:
-    comparison = compared[0].comparison
-    assert comparison is not None
-    assert [score.task for score in comparison.paired] == [*TASKS, "perplexity"]
-    base = [item.metrics["acc"] for item in whole.items["sums"]]
-    ours = [item.metrics["acc"] for item in compared[0].items["sums"]]
-    flips = comparison.paired[0].flips
-    assert flips is not None
-    assert flips.num_right_to_wrong == sum(a > b for a, b in zip(base, ours, strict=True))
-    assert comparison.divergence is not None
-    assert comparison.divergence.kl_mean is not None
-    assert comparison.verdict.endswith(".")
-    record = json.loads((compared[1] / "run" / "scores.json").read_text())
-    assert record["comparison"]["verdict"] == comparison.verdict
-
-
-def test_a_second_candidate_asks_the_baseline_nothing(
-    compared: tuple[EvalResult, Path],
-    prepared: PreparedEval,
-    byte_llama: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
-    base = CountingModel(byte_llama())
-    result = evaluate(
-        prepared,
-        CountingModel(byte_llama(2)),
-        tmp_path / "run",
-        baseline=base,
-        store_root=compared[1] / "cache",
-    )
-    assert not base.asked
-    assert not base.is_loaded
-    assert result.comparison is not None
-    assert (tmp_path / "run" / "baseline" / "items-sums.jsonl").exists()
-
-
-def test_a_model_is_no_distance_from_itself(
-    compared: tuple[EvalResult, Path],
-    prepared: PreparedEval,
-    byte_llama: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
-    result = evaluate(
-        prepared,
-        CountingModel(byte_llama()),
-        tmp_path / "run",
-        baseline=CountingModel(byte_llama()),
-        store_root=compared[1] / "cache",
-    )
-    assert result.comparison is not None
-    assert result.comparison.divergence is not None
-    assert result.comparison.divergence.kl_max == pytest.approx(0, abs=1e-9)
-    assert result.comparison.divergence.top1_agreement == 1
-    for score in result.comparison.paired:
-        assert score.difference == pytest.approx(0, abs=1e-9)
-
-
-def test_a_baseline_may_come_later(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = dataclasses.replace(prepared.config, tasks=("sums", "spoken"), text=None, limits=3)
-    questions = prepare(config)
-    first = evaluate(questions, CountingModel(byte_llama(1)), tmp_path / "run")
-    again = evaluate(
-        questions,
-        CountingModel(byte_llama(1)),
-        tmp_path / "run",
-        baseline=CountingModel(byte_llama()),
-        store_root=tmp_path / "cache",
-    )
-    assert_same_answers(again.items, first.items)
-    assert all(item.divergence is not None for item in again.items["sums"])
-
-
-def test_models_are_not_in_memory_together(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
-) -> None:
-    base = CountingModel(byte_llama())
-    candidate = CountingModel(byte_llama(1))
-    both: list[bool] = []
-    evaluate(
-        prepared,
-        candidate,
-        tmp_path / "run",
-        baseline=base,
-        store_root=tmp_path / "cache",
-        on_progress=lambda *_: both.append(base.is_loaded and candidate.is_loaded),
-    )
-    assert both
-    assert not any(both)
-
-
-@pytest.fixture
-def other_words(byte_llama: Callable[..., Path], tmp_path: Path) -> Path:
-    """The same model behind a tokenizer that begins texts with BOS."""
-    return byte_llama(1, adds_bos=True)
-
-
-def test_models_with_different_tokenizers_are_compared_by_answers_alone(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], other_words: Path, tmp_path: Path
-) -> None:
-    base, candidate = CountingModel(byte_llama()), CountingModel(other_words)
-    with pytest.raises(BenchError, match="different tokenizers") as refusal:
-        evaluate(prepared, candidate, tmp_path / "a", baseline=base, store_root=tmp_path / "cache")
-    assert "--no-divergence" in refusal.value.__notes__[0]
-    assert not base.is_loaded
-    result = evaluate(prepared, candidate, tmp_path / "b", baseline=base, with_divergence=False)
-    assert result.comparison is not None
-    assert result.comparison.divergence is None
-    assert [score.task for score in result.comparison.paired] == list(TASKS)
-
-
-def test_a_baseline_without_room_on_disk_is_refused_before_it_is_loaded(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
-) -> None:
-    base = CountingModel(byte_llama())
-    with pytest.raises(BenchError, match="limit is 2,000 bytes"):
-        evaluate(
-            prepared,
-            CountingModel(byte_llama(1)),
-            tmp_path / "run",
-            baseline=base,
-            store_root=tmp_path / "cache",
-            store_limit_bytes=2000,
-        )
-    assert not base.is_loaded
-
-
-def test_what_the_cache_lost_is_computed_again(
-    prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
-) -> None:
-    config = dataclasses.replace(prepared.config, tasks=("sums",), text=None, limits=4)
-    questions = prepare(config)
-
-    def run(folder: str) -> CountingModel:
-        base = CountingModel(byte_llama())
-        evaluate(
-            questions,
-            CountingModel(byte_llama(1)),
-            tmp_path / folder,
-            baseline=base,
-            store_root=tmp_path / "cache",
-        )
-        return base
-
-    run("a")
-    with BaselineStore(CountingModel(byte_llama()).identity, root=tmp_path / "cache") as store:
-        index = store.folder / "index.jsonl"
-    lines = index.read_bytes().splitlines(keepends=True)
-    index.write_bytes(b"".join(lines[:1]))
-    assert len(run("b").asked) == 3
