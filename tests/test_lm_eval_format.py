@@ -60,10 +60,14 @@ class LengthModel:
 
     name = "./models/tiny:1"
     max_length = 4096
+    notices = ()
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.identity: dict[str, Any] = {"model_digest": "tiny", "device": "cpu"}
+
+    def check_scores(self) -> None:
+        pass
 
     def score(
         self, requests: Sequence[Any], *, with_hidden: bool = False
