@@ -5,8 +5,8 @@ log-probability fields of an API ask; what a request's settings made of the dist
 business of theirs. All of it is float32, from the raw logits, in chunks of rows: the only copies
 of vocabulary width are those of one chunk.
 
-A row costs one pass for its peak, one for the sum of exponentials and one comparison a token for
-its rank, which is what tells whether a text is the one that greedy decoding would have chosen.
+A row costs one log softmax, and one comparison for the rank of each token that is asked about,
+which tells whether a text is the one that greedy decoding would have chosen.
 
 Shapes: R rows of logits, V vocabulary, P pairs of a row and a token id.
 """
@@ -63,20 +63,17 @@ def _chunk_logprobs(
     # Pairs: the token of each row, then what else is asked of it.
     pair_rows = [*range(num_rows), *(row for row, ids in enumerate(asked) for _ in ids)]
     pair_ids = [*token_ids, *(token_id for ids in asked for token_id in ids)]
-    of_pair = torch.tensor(pair_rows, device=scores.device)
-    chosen = scores[of_pair, torch.tensor(pair_ids, device=scores.device)]  # [P]
-    ranks = _ranks(scores, pair_rows, pair_ids, chosen)
-
-    # log softmax, in the order of operations that keeps float32's digits: the peak goes first.
-    peak = scores.amax(-1)  # [R]
-    log_total = (scores - peak[:, None]).exp_().sum(-1).log_()
-    logprobs: list[float] = (chosen - peak[of_pair] - log_total[of_pair]).tolist()
+    rank = _ranks_on_cpu if scores.device.type == "cpu" else _ranks_by_torch
+    ranks = rank(scores, pair_rows, pair_ids)
+    all_logprobs = torch.log_softmax(scores, -1)
+    logprobs = _take(all_logprobs, pair_rows, pair_ids)
 
     width = min(max(counts), vocab_size)
     tops: list[list[tuple[int, float]]] = [[] for _ in counts]
     if width:
-        values, ids = top_ordered(scores, width)
-        top_logprobs = (values - peak[:, None] - log_total[:, None]).tolist()
+        # By logits: log-probabilities of different ones may be equal, in float32.
+        ids = top_ordered(scores, width)[1]
+        top_logprobs = all_logprobs.gather(-1, ids).tolist()
         tops = [
             list(zip(row_ids[:count], of_row[:count], strict=True))
             for row_ids, of_row, count in zip(ids.tolist(), top_logprobs, counts, strict=True)
@@ -84,7 +81,7 @@ def _chunk_logprobs(
     result = []
     place = num_rows
     for row, more in enumerate(asked):
-        pairs = slice(place, place + len(more))
+        own = slice(place, place + len(more))
         place += len(more)
         result.append(
             TokenLogprobs(
@@ -92,25 +89,24 @@ def _chunk_logprobs(
                 logprob=logprobs[row],
                 rank=ranks[row],
                 top=tuple(tops[row]),
-                asked=tuple(zip(more, logprobs[pairs], ranks[pairs], strict=True)),
+                asked=tuple(zip(more, logprobs[own], ranks[own], strict=True)),
             )
         )
     return result
 
 
-def _ranks(
-    scores: Tensor, pair_rows: Sequence[int], pair_ids: Sequence[int], chosen: Tensor
-) -> list[int]:
+def _take(values: Tensor, rows: list[int], columns: list[int]) -> list[float]:
+    """Return single entries; on a CPU by numpy, whose indexing costs a fraction of torch's."""
+    if values.device.type == "cpu":
+        taken: list[float] = values.numpy()[rows, columns].tolist()
+        return taken
+    index = torch.tensor([rows, columns], device=values.device)
+    taken = values[index[0], index[1]].tolist()
+    return taken
+
+
+def _ranks_by_torch(scores: Tensor, pair_rows: list[int], pair_ids: list[int]) -> list[int]:
     """Return 1 + the tokens before each pair's in its row: larger ones, equal ones by id."""
-    if scores.device.type == "cpu":
-        return _ranks_on_cpu(scores.numpy(), pair_rows, pair_ids)
-    return _ranks_by_torch(scores, pair_rows, pair_ids, chosen)
-
-
-def _ranks_by_torch(
-    scores: Tensor, pair_rows: Sequence[int], pair_ids: Sequence[int], chosen: Tensor
-) -> list[int]:
-    """Compare many pairs a kernel."""
     vocab_size = scores.shape[1]
     ids = torch.arange(vocab_size, device=scores.device)
     rows = torch.tensor(pair_rows, device=scores.device)
@@ -119,22 +115,22 @@ def _ranks_by_torch(
     counted = []
     for start in range(0, len(pair_rows), step):
         pairs = slice(start, start + step)
-        taken, value = scores[rows[pairs]], chosen[pairs, None]  # [P, V]
-        is_before = (taken > value) | ((taken == value) & (ids < own[pairs, None]))
+        taken, chosen = scores[rows[pairs]], own[pairs, None]  # [P, V], [P, 1]
+        value = taken.gather(-1, chosen)
+        is_before = (taken > value) | ((taken == value) & (ids < chosen))
         counted.append(is_before.sum(-1) + 1)
     found: list[int] = torch.cat(counted).tolist()
     return found
 
 
-def _ranks_on_cpu(
-    scores: np.ndarray, pair_rows: Sequence[int], pair_ids: Sequence[int]
-) -> list[int]:
-    """Compare by numpy, which counts booleans an order of magnitude faster than torch."""
+def _ranks_on_cpu(scores: Tensor, pair_rows: list[int], pair_ids: list[int]) -> list[int]:
+    """The same by numpy, which counts booleans an order of magnitude faster than torch."""
+    rows = scores.numpy()
     orders: dict[int, np.ndarray] = {}
     if len(pair_rows) > _SORT_ABOVE:
         for row, count in enumerate(np.bincount(pair_rows)):
             if count > _SORT_ABOVE:
-                order = np.argsort(-scores[row], kind="stable")
+                order = np.argsort(-rows[row], kind="stable")
                 orders[row] = np.empty_like(order)
                 orders[row][order] = np.arange(1, len(order) + 1)
     ranks = []
@@ -142,7 +138,7 @@ def _ranks_on_cpu(
         if row in orders:
             ranks.append(int(orders[row][token_id]))
             continue
-        values = scores[row]
+        values = rows[row]
         value = values[token_id]
         num_before = np.count_nonzero(values[:token_id] >= value)
         ranks.append(1 + int(num_before + np.count_nonzero(values[token_id:] > value)))
