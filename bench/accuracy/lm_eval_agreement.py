@@ -27,7 +27,8 @@ class Agreement:
     Attributes:
         num_items: Documents that both answered.
         num_other_prompts: Of them, those with another prompt; nothing else is comparable if any.
-        max_difference: Largest of all |difference| in log-likelihood, nats; None for generation.
+        max_difference: Largest of all |difference| in log-likelihood, nats; None for generation. Of a
+            whole text it is per token: the harness sums thousands of them in float32.
         num_same_answers: Documents with the same pick, or the same extracted answers.
         num_answers: Documents that have an answer; a whole text has none.
         score_differences: Metric as the harness names it → ours minus theirs, of each task.
@@ -83,7 +84,8 @@ def compare_answers(
             num_other += sample["prompt_hash"] != item.prompt_hash
             if item.loglikelihoods is not None:
                 pairs = zip(item.loglikelihoods, sample["loglikelihoods"], strict=True)
-                differences += [abs(one - other) for one, other in pairs]
+                size = 1 if item.text_size is None else sum(item.num_tokens)
+                differences += [abs(one - other) / size for one, other in pairs]
             same = _is_same_answer(item, sample)
             num_answers += same is not None
             num_same += bool(same)

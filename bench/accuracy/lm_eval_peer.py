@@ -201,6 +201,14 @@ class Harness:
         self.lm = self._load()
         self.load_seconds = time.perf_counter() - start
         self.clock = Clock(self.lm)
+        self._drop_environment_report()
+
+    @staticmethod
+    def _drop_environment_report() -> None:
+        """Two seconds a call that describe the machine: one run of all tasks pays them once."""
+        import lm_eval.evaluator
+
+        lm_eval.evaluator.add_env_info = lambda storage: None
 
     def _load(self) -> Any:
         options = {"max_length": self.job["max_length"]} if self.job.get("max_length") else {}
