@@ -1,7 +1,7 @@
 """`llmbench eval`: how well a model answers, and how far it is from its baseline."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +40,7 @@ from llmbench.cli.output import Output
 from llmbench.cli.progress import Progress
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.models.source import resolve_folder
+from llmbench.reports.format import number
 
 if TYPE_CHECKING:
     from llmbench.bench.accuracy.eval_plan import PreparedEval
@@ -242,7 +243,7 @@ def _run(
                 with_divergence=values["divergence"] and values["base_url"] is None,
                 store_limit_bytes=values["cache_limit"],
                 settings=_speed_settings(values),
-                on_progress=_shown_on(progress),
+                on_progress=_shown_on(progress, [each.name for each in (base, candidate) if each]),
             )
             if prompts:
                 write_answers(
@@ -269,15 +270,24 @@ def _run(
         raise typer.Exit(code)
 
 
-def _shown_on(progress: Progress) -> "Callable[[str, int, int, Estimate | None], None]":
-    started = time.monotonic()
+def _shown_on(
+    progress: Progress, names: Sequence[str]
+) -> "Callable[[str, int, int, Estimate | None], None]":
+    """Show each model's way through the items; `names` in the order in which they are asked."""
+    left = list(names)
+    started, before = time.monotonic(), 0
 
-    def show(stage: str, done: int, total: int, estimate: "Estimate | None") -> None:
-        facts = "" if estimate is None else f"{estimate} so far"
+    def show(task: str, done: int, total: int, estimate: "Estimate | None") -> None:
+        nonlocal started, before
+        if done < before and len(left) > 1:  # the next model begins
+            del left[0]
+            started = time.monotonic()
+        before = done
+        facts = [] if estimate is None else [f"{estimate} so far"]
         elapsed = time.monotonic() - started
-        if facts and elapsed > 0:
-            facts += f", {done / elapsed:.3g} items/s"
-        progress.update(stage, done, total, facts)
+        if elapsed > 0:
+            facts.append(f"{number(done / elapsed, 2)} items/s")
+        progress.update(f"{left[0]}: {task}", done, total, ", ".join(facts))
 
     return show
 

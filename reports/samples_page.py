@@ -24,6 +24,7 @@ SAMPLES = "samples.json"
 TEMPLATE = "samples_page.html.jinja"
 MARKS = "【", "】"
 """Around the first differing token in Markdown: rare in any text, and readable in its source."""
+HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|~#&$])")
 _ENDS = {"length": "cut at the limit", "stop": "ended", "error": "failed", "abort": "broken off"}
@@ -201,8 +202,12 @@ def _summary(samples: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _quoted(piece: str) -> str:
+    if not piece:
+        return "the end"
+    if HALF_CHARACTER in piece:
+        return "part of a character"
     shown = piece.replace("\n", "\\n")
-    return f"“{shown}”" if piece else "the end"
+    return f"“{shown}”"
 
 
 def _marked(answer: ShownAnswer) -> str:

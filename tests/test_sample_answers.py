@@ -215,6 +215,13 @@ def test_page_shows_that_an_answer_ended_early(answer: Answer) -> None:
     assert (candidate.first, candidate.rest) == (",", " but")
 
 
+def test_half_a_character_is_called_so_and_its_whole_is_marked(answer: Answer) -> None:
+    page = make_page(record(answer("x가!"), answer("x각!")))
+    base, candidate = page.groups[0].pairs[0].answers
+    assert (base.shared, base.first, candidate.first, candidate.rest) == ("x", "가", "각", "!")
+    assert "part of a character became part of a character" in page.groups[0].pairs[0].finding
+
+
 def test_page_without_a_baseline_shows_one_answer(answer: Answer) -> None:
     page = make_page(record(None, answer("hello")))
     assert [len(pair.answers) for pair in page.groups[0].pairs] == [1, 1]
