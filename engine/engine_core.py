@@ -94,7 +94,8 @@ class EngineCore:
         Text is tokenized with the tokenizer's own special tokens. Raises RequestError.
         """
         token_ids = self._encode(prompt)
-        self._check_token_ids("prompt token id", token_ids)
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.loaded.vocab_size:
+            self._check_token_ids("prompt token id", token_ids)  # finds which one it is
         self._check_token_ids("stop token id", params.stop_token_ids)
         self._check_token_ids("logit_bias token id", params.logit_bias)
         self._check_token_ids("logprob_token_ids token id", params.logprob_token_ids)
@@ -253,7 +254,7 @@ class EngineCore:
                 raise RequestError(f"the tokenizer cannot read the prompt: {error}") from error
             return token_ids
         try:
-            return [operator.index(token_id) for token_id in prompt]
+            return list(map(operator.index, prompt))
         except TypeError as error:
             raise RequestError(f"a prompt must be text or token ids: {error}") from None
 
