@@ -31,7 +31,7 @@ class WindowModel:
 
     @torch.inference_mode()
     def hidden(self, token_ids: list[int]) -> Tensor:
-        """Hidden states [T, H] behind the last norm, at every token of one text."""
+        """Hidden states [T, H] as `Model.forward` gives them, at every token of one text."""
         return self.loaded.model.forward(self._batch(token_ids), self._kv_caches)
 
     @torch.inference_mode()

@@ -17,6 +17,9 @@ from llmbench.engine.models.head import head_of
 from llmbench.engine.models.loader import load_model
 from llmbench.engine.request import SamplingParams
 from llmbench.engine.scoring import ContinuationScore, ScoreRequest, ScoringEngine
+from llmbench.quant.checkpoint import Checkpoint
+from llmbench.quant.config import Scheme
+from llmbench.quant.linear_layers import find_linears
 
 MAX_MODEL_LEN = 256
 SHOTS = tuple((11 * i) % 119 + 3 for i in range(40))
@@ -200,6 +203,38 @@ class TestNumbers:
         scores = in_order(ScoringEngine(core).score(ITEMS[:4], with_hidden=True))
         assert_scores(scores, ITEMS[:4], model, tolerance=5e-5)
         assert_reproduces(scores, ITEMS[:4], ScoringEngine(core))
+
+    def test_scores_of_a_quantized_checkpoint(
+        self,
+        tiny_model: Callable[[str], tuple[Path, Any]],
+        random_weight: Callable[..., Any],
+        quantized_file: Callable[..., Path],
+        logits_in_pieces: Callable[..., Tensor],
+    ) -> None:
+        checkpoint = Checkpoint.open(tiny_model("llama")[0])
+        names = [layer.name for layer in find_linears(checkpoint) if layer.block]
+        scheme = Scheme(bits=4, group_size=16)
+        folder = quantized_file(
+            "compressed-tensors",
+            {n: random_weight(scheme, *checkpoint.shape(f"{n}.weight")) for n in names},
+            plain={
+                name: checkpoint.get(name)
+                for name in checkpoint
+                if name.removesuffix(".weight") not in names
+            },
+            config=checkpoint.config,
+        )
+        core = LLM(str(folder), dtype="float32", num_kv_blocks=40, max_num_batched_tokens=20).core
+        assert core.loaded.quantization is not None
+        request = ITEMS[2]
+        (scores,) = in_order(ScoringEngine(core).score([request], with_hidden=True))
+        for continuation, score in zip(request.continuations, scores, strict=True):
+            token_ids = [*request.context, *continuation]
+            logits = logits_in_pieces(core.loaded.model, token_ids, [len(token_ids)])
+            rows = torch.log_softmax(logits[len(request.context) - 1 : -1].double(), -1)
+            want = rows.gather(-1, torch.tensor(continuation)[:, None])[:, 0]
+            assert score.logprobs == pytest.approx(want.tolist(), abs=5e-5)
+        assert_reproduces([scores], [request], ScoringEngine(core))
 
     def test_eight_bit_cache_changes_scores_a_little(
         self, tiny_model: Callable[[str], tuple[Path, Any]]
