@@ -16,7 +16,7 @@ from aiohttp import web
 from llmbench.bench.accuracy.engine_model import EngineModel
 from llmbench.bench.accuracy.eval_config import EvalConfig
 from llmbench.bench.accuracy.eval_plan import prepare
-from llmbench.bench.accuracy.evaluation import run_eval
+from llmbench.bench.accuracy.evaluation import evaluate, run_eval
 from llmbench.bench.accuracy.model import GenerateRequest
 from llmbench.bench.accuracy.server_client import server_root
 from llmbench.bench.accuracy.server_model import ServerModel
@@ -183,6 +183,7 @@ def test_generating_task_runs_on_a_server_without_log_probabilities(
 def test_scores_that_a_server_lacks_are_refused_before_anything_is_asked(
     serve: Callable[..., Any],
     connect: Callable[..., ServerModel],
+    engine: EngineModel,
     small_tasks: Path,
     tmp_path: Path,
 ) -> None:
@@ -190,9 +191,11 @@ def test_scores_that_a_server_lacks_are_refused_before_anything_is_asked(
     server = serve("llama.cpp")
     model = connect(server)
     num_probes = len(server.requests)
+    baseline = EngineModel(engine.config)
     with pytest.raises(BenchError, match="no log-probabilities of a prompt"):
-        run_eval(prepared, model, tmp_path)
+        evaluate(prepared, model, tmp_path, baseline=baseline, with_divergence=False)
     assert len(server.requests) == num_probes
+    assert not baseline.is_loaded
 
 
 def test_repeats_are_told_with_the_results(
@@ -488,6 +491,46 @@ def test_tokenizer_of_other_words_is_refused_where_only_its_words_show_it(
 
     with pytest.raises(BenchConfigError, match=r"token \d+ is 'N' there and 'n' here"):
         connect(serve("openai", tokenizer=Shouting()))
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"), [(True, "only by its count of tokens"), (False, "not at all")]
+)
+def test_how_far_the_tokenizer_was_checked_is_told(
+    counts: bool, told: str, serve: Callable[..., Any], connect: Callable[..., ServerModel]
+) -> None:
+    def without_usage(path: str, body: dict[str, Any], answer: Any) -> Any:
+        if not counts:
+            answer.pop("usage", None)
+        return answer
+
+    assert told in connect(serve("openai", after=without_usage)).notices[0]
+    assert connect(serve("vllm")).notices == ()
+
+
+def test_server_of_texts_that_counts_no_tokens_is_refused(
+    serve: Callable[..., Any], connect: Callable[..., ServerModel]
+) -> None:
+    """Whether it puts a BOS in front of the text could not be told."""
+
+    def without_usage(path: str, body: dict[str, Any], answer: Any) -> Any:
+        answer.pop("usage", None)
+        return answer
+
+    with pytest.raises(BenchError, match="takes no token ids"):
+        connect(serve("text", after=without_usage))
+
+
+def test_context_length_of_the_tokenizer_is_taken_with_a_notice(
+    serve: Callable[..., Any],
+    connect: Callable[..., ServerModel],
+    engine: EngineModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "model_max_length", 150)
+    model = connect(serve("openai"), max_length=None)
+    assert model.max_length == 149
+    assert any("does not tell its context length" in notice for notice in model.notices)
 
 
 def test_requests_are_bounded_and_all_answered_once(
