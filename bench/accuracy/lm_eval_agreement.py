@@ -27,7 +27,7 @@ class Agreement:
     Attributes:
         num_items: Documents that both answered.
         num_other_prompts: Of them, those with another prompt; nothing else is comparable if any.
-        max_difference: Largest of all |difference| in log-likelihood, nats; None for generation. Of a
+        max_difference: Largest |difference| in log-likelihood, nats; None for generation. Of a
             whole text it is per token: the harness sums thousands of them in float32.
         num_same_answers: Documents with the same pick, or the same extracted answers.
         num_answers: Documents that have an answer; a whole text has none.
