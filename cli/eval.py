@@ -1,5 +1,6 @@
 """`llmbench eval`: how well a model answers, and how far it is from its baseline."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -149,27 +150,31 @@ def eval_command(
     if not dry_run:
         check_output(folder)
     prompts = sample_prompts(samples, samples_file)
-    candidate, base = _models(ctx, streams)
-    if backend == "lm-eval":
-        _run_harness(config, candidate, folder, ctx, streams)
-        return
-    with Progress(streams) as progress:
-        progress.update("preparing prompts", 0, 1)
-        prepared = _prepare(config, candidate)
-    if dry_run:
-        print_dry_run(
-            prepared,
-            candidate,
-            base,
-            folder,
-            cache_limit=cache_limit,
-            with_divergence=divergence and base_url is None,
-            streams=streams,
-        )
-        return
-    for line in told_notices(prepared):
-        streams.warning(line)
-    _run(prepared, candidate, base, folder, prompts, ctx, streams)
+    with contextlib.ExitStack() as stack:
+        candidate, base = _models(ctx, streams)
+        for each in (candidate, base):
+            if each is not None:
+                stack.callback(each.close)
+        if backend == "lm-eval":
+            _run_harness(config, candidate, folder, streams)
+            return
+        with Progress(streams) as progress:
+            progress.update("preparing prompts", 0, 1)
+            prepared = _prepare(config, candidate)
+        if dry_run:
+            print_dry_run(
+                prepared,
+                candidate,
+                base,
+                folder,
+                cache_limit=cache_limit,
+                with_divergence=divergence and base_url is None,
+                streams=streams,
+            )
+            return
+        for line in told_notices(prepared):
+            streams.warning(line)
+        _run(prepared, candidate, base, folder, prompts, ctx, streams)
 
 
 def default_folder(model: str) -> Path:
@@ -283,13 +288,20 @@ def _shown_on(
             del left[0]
             started = time.monotonic()
         before = done
-        facts = [] if estimate is None else [f"{estimate} so far"]
+        facts = [] if estimate is None else [_so_far(estimate)]
         elapsed = time.monotonic() - started
         if elapsed > 0:
             facts.append(f"{number(done / elapsed, 2)} items/s")
         progress.update(f"{left[0]}: {task}", done, total, ", ".join(facts))
 
     return show
+
+
+def _so_far(estimate: "Estimate") -> str:
+    text = f"{estimate.metric} {number(estimate.value)}"
+    if estimate.low is not None and estimate.high is not None:
+        text += f" [{number(estimate.low)}, {number(estimate.high)}]"
+    return f"{text} so far"
 
 
 def _speed_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +312,7 @@ def _speed_settings(values: dict[str, Any]) -> dict[str, Any]:
 def _say_how_to_resume(folder: Path, note: Callable[[str], None]) -> None:
     if not (folder / "manifest.json").exists():
         return
-    note(f"interrupted; what is answered is in {folder}")
+    note(f"what is answered is in {folder}")
     note(f"the same command with --output {folder} continues where this one stopped")
 
 
@@ -314,7 +326,7 @@ def _write_harness_files(
 
 
 def _run_harness(
-    config: EvalConfig, model: "EvaluatedModel", folder: Path, ctx: typer.Context, streams: Output
+    config: EvalConfig, model: "EvaluatedModel", folder: Path, streams: Output
 ) -> None:
     """Let lm-eval itself ask, on our engine."""
     from llmbench.bench.accuracy.lm_eval_model import evaluate_with_lm_eval

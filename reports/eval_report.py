@@ -110,7 +110,7 @@ def report_sentences(records: EvalRecords) -> list[str]:
     lines = []
     if records.scores["status"] != "complete":
         lines.append("The run is not complete: these are the items answered so far.")
-    about_tasks = tuple(f"{task}: " for task in records.scores["tasks"])
+    about_tasks = tuple(f"{task}: " for task in (*records.scores["tasks"], PERPLEXITY))
     general = [line for line in records.scores["notices"] if not line.startswith(about_tasks)]
     lines += [_sentence(notice) for notice in general]
     lines += [f"Not to be relied on: {flag}." for flag in records.scores["flags"]]

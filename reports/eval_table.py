@@ -76,7 +76,7 @@ def score_table(scores: Record, facts: Record) -> Table:
     for name, group in scores["groups"].items():
         rows += _group_rows(group, facts, hidden, remarks, is_inner=name in inner)
     if scores.get(PERPLEXITY) is not None:
-        rows += _perplexity_rows(scores[PERPLEXITY], remarks)
+        rows += _perplexity_rows(scores[PERPLEXITY], task_notices(scores, PERPLEXITY), remarks)
     names = ("task", "shots", "metric", "score", "± stderr", "95 % interval", "items")
     columns = zip(*rows, strict=True) if rows else [()] * len(names)
     return Table(
@@ -142,8 +142,11 @@ def _group_rows(
     return rows
 
 
-def _perplexity_rows(record: Record, remarks: Remarks) -> list[tuple[str, ...]]:
-    label = PERPLEXITY + remarks.mark(record["protocol"], record["reason"] or "")
+def _perplexity_rows(
+    record: Record, told: Sequence[str], remarks: Remarks
+) -> list[tuple[str, ...]]:
+    sentences = dict.fromkeys([record["protocol"], *told, record["reason"] or ""])
+    label = PERPLEXITY + remarks.mark(*sentences)
     items = f"{record['num_windows']:,} windows"
     rows: list[tuple[str, ...]] = [
         (

@@ -1,5 +1,6 @@
 """`llmbench eval` as its users meet it: wrong input, the plan, a run, a baseline, Ctrl-C."""
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -359,3 +360,29 @@ def test_scores_that_cannot_be_relied_on_are_exit_code_4(
     (own / "capitals.jsonl").write_text(content, encoding="utf-8")
     assert run(folder, own, tmp_path / "out", "--num-fewshot", "0") == 4
     assert "Not to be relied on: capitals: 3 of 3 items are ties" in capfd.readouterr().out
+
+
+def test_server_is_asked_and_compared_by_its_answers(
+    models: tuple[Path, Path], own: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from llmbench.bench.accuracy.engine_model import EngineModel
+    from llmbench.engine.config import EngineConfig
+
+    path = Path(__file__).with_name("completions_server.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    base, small = models
+    model = EngineModel(EngineConfig(model=str(small), compile=False, num_kv_blocks=64))
+    flags = ["--tasks", "capitals", "--include", str(own), "--num-fewshot", "1"]
+    flags += ["--tokenizer", str(small), "--baseline", str(base), *SMALL, "--json"]
+    server = module.CompletionsServer(model.load().loaded, model.tokenizer, "vllm")
+    with server:
+        arguments = ["eval", "--base-url", server.url, *flags, "-o", str(tmp_path / "out")]
+        assert main(arguments) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["model"] == "tiny"
+    assert document["comparison"]["divergence"] is None
+    assert document["comparison"]["paired"][0]["n"] == 3
