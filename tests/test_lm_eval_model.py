@@ -7,9 +7,11 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmbench.bench.accuracy.model import GenerateRequest
@@ -31,15 +33,30 @@ class TemplateLM:
         self.cache_hook = SimpleNamespace(add_partial=lambda *args: self.partial.append(args))
 
 
+class KnownTasks:
+    """The harness's list of tasks."""
+
+    all_tasks = ("piqa", "mine")
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+
+def evaluate_nothing(**settings: Any) -> dict[str, Any]:
+    return {"settings": settings, "score": np.float64(0.5), "scores": np.arange(2)}
+
+
 @pytest.fixture
 def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, imported beside a stand-in for lm_eval."""
     contents: dict[str, dict[str, Any]] = {
-        "lm_eval": {},
-        "lm_eval.tasks": {},
+        "lm_eval": {"simple_evaluate": evaluate_nothing},
+        "lm_eval.tasks": {"TaskManager": KnownTasks, "__file__": "tasks/__init__.py"},
         "lm_eval.api": {},
         "lm_eval.api.model": {"TemplateLM": TemplateLM},
         "lm_eval.api.registry": {"register_model": lambda name: lambda registered: registered},
+        "evaluate": {},
+        "evaluate.config": {"HF_EVALUATE_OFFLINE": False},
     }
     for name, values in contents.items():
         module = ModuleType(name)
@@ -171,3 +188,37 @@ def test_either_a_name_or_a_model_is_needed(adapter: Any, model: CountingModel) 
     for choices in ({}, {"pretrained": "x", "model": model}):
         with pytest.raises(BenchConfigError, match="either"):
             adapter.LlmbenchLM(**choices)
+
+
+def test_result_of_the_harness_is_made_of_json_types(adapter: Any, model: CountingModel) -> None:
+    found = adapter.evaluate_with_lm_eval(
+        model, ["piqa"], limit=3, apply_chat_template=True, include=[Path("more")]
+    )
+    assert found["score"] == 0.5
+    assert found["scores"] == [0, 1]
+    assert found["settings"]["limit"] == 3
+    assert found["settings"]["fewshot_as_multiturn"] is True
+    assert found["settings"]["fewshot_random_seed"] == 1234
+    assert isinstance(found["settings"]["model"], str)
+
+
+def test_task_that_the_harness_lacks_is_refused(adapter: Any, model: CountingModel) -> None:
+    with pytest.raises(BenchError, match="no task named nothing"):
+        adapter.evaluate_with_lm_eval(model, ["piqa", "nothing"])
+
+
+def test_task_without_local_files_is_refused(
+    adapter: Any, model: CountingModel, tmp_path: Path
+) -> None:
+    with pytest.raises(BenchError, match="expected a task with local files, found `glue`"):
+        adapter.evaluate_with_lm_eval(model, ["glue"], data_dir=tmp_path)
+    assert sys.modules["evaluate.config"].HF_EVALUATE_OFFLINE is False
+
+
+def test_local_tasks_are_sent_to_their_files(
+    adapter: Any, model: CountingModel, tmp_path: Path
+) -> None:
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "piqa" / "validation.jsonl").write_text("{}\n")
+    found = adapter.evaluate_with_lm_eval(model, ["piqa"], data_dir=tmp_path)
+    assert found["settings"]["tasks"] == ["piqa"]

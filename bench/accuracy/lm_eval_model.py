@@ -10,6 +10,7 @@ that line.
 """
 
 import importlib.util
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -144,7 +145,10 @@ class LlmbenchLM(TemplateLM):  # type: ignore[misc]
         asked, places = group_by_context(
             [(context, continuation) for _, context, continuation in requests], self.max_length
         )
-        answers = dict(self.model.score(asked))
+        # Contexts with a common beginning side by side, where the prefix cache serves them.
+        order = sorted(range(len(asked)), key=lambda index: asked[index].context)
+        scored = self.model.score([asked[index] for index in order])
+        answers = {order[position]: scores for position, scores in scored}
         found = []
         for request, which in places:
             score = answers[request][which]
@@ -255,7 +259,7 @@ def evaluate_with_lm_eval(
     add_bos: bool | None = None,
     max_length: int | None = None,
 ) -> dict[str, Any]:
-    """Run tasks of the harness on a model: its own result object, `samples` included.
+    """Run tasks of the harness on a model: its own results as JSON types, `samples` included.
 
     With `data_dir` the stock tasks that have files there read those, no other task is found, and
     nothing is fetched.
@@ -273,7 +277,7 @@ def evaluate_with_lm_eval(
         known = set(manager.all_tasks)
         if unknown := [name for name in names if name not in known]:
             raise BenchError(f"lm-eval knows no task named {', '.join(unknown)}")
-        result: dict[str, Any] = lm_eval.simple_evaluate(
+        result = lm_eval.simple_evaluate(
             model=lm,
             tasks=names,
             num_fewshot=num_fewshot,
@@ -286,7 +290,15 @@ def evaluate_with_lm_eval(
             else fewshot_as_multiturn,
             fewshot_random_seed=seed,
         )
-    return result
+    plain: dict[str, Any] = json.loads(json.dumps(result, default=_plain))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """JSON form of what the harness leaves in its results: numpy's numbers, functions of tasks."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value.__qualname__ if callable(value) else str(value)
 
 
 @contextmanager
