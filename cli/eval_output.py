@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from llmbench.bench.accuracy.task_catalog import TaskListing
 
 NO_VERDICT = 4
-SCORES = "scores.json"
 
 
 def print_tasks(include: tuple[Path, ...], streams: Output) -> None:
@@ -203,14 +202,12 @@ def print_result(folder: Path, streams: Output) -> None:
 
 def exit_code(folder: Path) -> int:
     """Whether the scores can be relied on: 0, or 4 where something in them says no."""
-    from llmbench.bench import strict_json
+    from llmbench.reports.eval_report import read_eval
+    from llmbench.reports.eval_table import decisive_flags
 
-    scores: Mapping[str, Any] = strict_json.loads((folder / SCORES).read_bytes())
-    base = folder / "baseline" / SCORES
-    flags = list(scores["flags"])
-    if base.exists():
-        flags += strict_json.loads(base.read_bytes())["flags"]
-    return NO_VERDICT if flags else 0
+    records = read_eval(folder)
+    both = [scores for scores in (records.scores, records.base) if scores is not None]
+    return NO_VERDICT if any(map(decisive_flags, both)) else 0
 
 
 def print_harness_result(result: Mapping[str, Any], folder: Path, streams: Output) -> None:

@@ -20,7 +20,7 @@ from llmbench.bench.accuracy.items import ItemDivergence, items_path, read_items
 from llmbench.bench.results import read_results
 from llmbench.reports.errors import NothingToReportError
 from llmbench.reports.eval_comparison import divergence_tables, paired_table
-from llmbench.reports.eval_table import PERPLEXITY, families, score_table
+from llmbench.reports.eval_table import PERPLEXITY, decisive_flags, families, score_table
 from llmbench.reports.figure import MAX_SERIES, Caption, save_figure, write_csv, write_file
 from llmbench.reports.format import shorten
 from llmbench.reports.samples_page import SAMPLES, write_samples
@@ -111,9 +111,13 @@ def report_sentences(records: EvalRecords) -> list[str]:
     if records.scores["status"] != "complete":
         lines.append("The run is not complete: these are the items answered so far.")
     about_tasks = tuple(f"{task}: " for task in (*records.scores["tasks"], PERPLEXITY))
-    general = [line for line in records.scores["notices"] if not line.startswith(about_tasks)]
-    lines += [_sentence(notice) for notice in general]
-    lines += [f"Not to be relied on: {flag}." for flag in records.scores["flags"]]
+    in_table = {line for fact in records.facts.values() for line in fact.get("deviations", ())}
+    lines += [
+        _sentence(notice)
+        for notice in records.scores["notices"]
+        if not notice.startswith(about_tasks) and notice not in in_table
+    ]
+    lines += [f"Not to be relied on: {flag}." for flag in decisive_flags(records.scores)]
     if records.comparison is not None:
         lines += [_sentence(note) for note in records.comparison["notes"]]
         lines.append(records.comparison["verdict"])

@@ -10,6 +10,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmbench.bench.accuracy.aggregate import MAX_TIED_SHARE
 from llmbench.reports.format import NULL, counted, number, percent
 from llmbench.reports.tables import Table, text_column
 
@@ -55,6 +56,32 @@ def families(scores: Record) -> dict[str, str]:
         if len(group["tasks"]) > MANY_MEMBERS and _is_family(group):
             found |= dict.fromkeys(group["tasks"], group["group"])
     return found
+
+
+def decisive_flags(scores: Record) -> list[str]:
+    """Return the reasons not to rely on the scores; those of a family's tasks as one.
+
+    One tie among the five questions of a subject says nothing, so a family is judged as a whole.
+    """
+    hidden = families(scores)
+    flags = [
+        f"{name}: {flag}"
+        for name, task in scores["tasks"].items()
+        if name not in hidden
+        for flag in task["flags"]
+    ]
+    for family in dict.fromkeys(hidden.values()):
+        group = scores["groups"][family]
+        num_valid = group["num_items"] - group["num_invalid"]
+        if group["num_invalid"]:
+            num = f"{group['num_invalid']:,} of {group['num_items']:,}"
+            flags.append(f"{family}: {num} items could not be scored")
+        if group["num_tied"] > MAX_TIED_SHARE * num_valid:
+            flags.append(f"{family}: {group['num_tied']:,} of {num_valid:,} items are ties")
+    text = scores.get(PERPLEXITY)
+    if text is not None and text["reason"] is not None:
+        flags.append(f"{PERPLEXITY}: {text['reason']}")
+    return flags
 
 
 def task_notices(scores: Record, task: str) -> list[str]:
@@ -136,7 +163,7 @@ def _group_rows(
     for place, (key, _, how) in enumerate(ordered):
         label = group["group"]
         if place == 0:
-            label += remarks.mark(*_some(group["flags"]), *told, *_truncated(group, hidden))
+            label += remarks.mark(*told, *_family_remarks(group, hidden))
         metric_name = f"{group['metric'] or 'primary'}, mean {how}"
         rows.append(_row(label, known, metric_name, group[key], remarks))
     return rows
@@ -191,18 +218,19 @@ def _told(facts: Record, task: str) -> list[str]:
     return deviations
 
 
-def _truncated(group: Record, hidden: Mapping[str, str]) -> list[str]:
-    """What the notices of tasks without a row of their own come to."""
-    if not group["num_truncated"] or group["tasks"][0] not in hidden:
+def _family_remarks(group: Record, hidden: Mapping[str, str]) -> list[str]:
+    """What the remarks at tasks without a row of their own come to."""
+    if group["tasks"][0] not in hidden:
         return []
-    return [
-        f"{group['num_truncated']:,} of {counted(group['num_items'], 'prompt')} lost their "
-        "beginning: longer than the model reads"
-    ]
-
-
-def _some(flags: Sequence[str]) -> list[str]:
-    return list(flags) if len(flags) < 2 else [f"{flags[0]} (and {len(flags) - 1} more)"]
+    told = []
+    if group["num_tied"]:
+        told.append(f"{counted(group['num_tied'], 'tie')}: the first choice was taken")
+    if group["num_truncated"]:
+        told.append(
+            f"{group['num_truncated']:,} of {counted(group['num_items'], 'prompt')} lost their "
+            "beginning: longer than the model reads"
+        )
+    return told
 
 
 def _table_notes(hidden: Mapping[str, str]) -> list[str]:

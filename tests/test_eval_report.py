@@ -25,7 +25,7 @@ from llmbench.reports.eval_report import (
     score_data,
     write_eval_report,
 )
-from llmbench.reports.eval_table import families, score_table
+from llmbench.reports.eval_table import decisive_flags, families, score_table
 from llmbench.reports.figure import Caption
 from llmbench.reports.score_figure import kl_figure, kl_frame, score_figure, score_frame
 from llmbench.reports.tables import Table, markdown
@@ -372,7 +372,9 @@ def test_data_hold_every_score_and_the_difference_where_it_was_compared(folder: 
 
 
 def test_incomplete_run_and_flags_are_told_below_the_tables(folder: Path) -> None:
-    record = scores(status="partial", flags=["arc: 3 items are ties"], notices=["all was cut"])
+    flagged = task("arc", flags=["3 items are ties"])
+    notices = ["all was cut", "no train split", "arc: seen at its row"]
+    record = scores(status="partial", tasks={"arc": flagged}, groups={}, notices=notices)
     (folder / "scores.json").write_text(strict_json.dumps(record))
     lines = report_sentences(read_eval(folder))
     assert lines == [
@@ -380,6 +382,20 @@ def test_incomplete_run_and_flags_are_told_below_the_tables(folder: Path) -> Non
         "All was cut.",
         "Not to be relied on: arc: 3 items are ties.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"num_tied": 100}, []),
+        ({"num_tied": 101}, ["mmlu: 101 of 1,000 items are ties"]),
+        ({"num_invalid": 2}, ["mmlu: 2 of 1,000 items could not be scored"]),
+    ],
+)
+def test_family_is_judged_as_a_whole(changes: Mapping[str, int], flags: list[str]) -> None:
+    tied = {name: task(name, flags=["1 of 5 items are ties"]) for name in SUBJECTS}
+    group = dataclasses.replace(mmlu(), **changes)
+    assert decisive_flags(scores(tasks=tied, groups={"mmlu": group})) == flags
 
 
 def test_folder_without_scores_is_refused_with_the_way_out(tmp_path: Path) -> None:
