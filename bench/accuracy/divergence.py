@@ -113,17 +113,20 @@ def score_rows(base: Tensor, candidate: Tensor, targets: Tensor) -> TokenDiverge
     device = candidate.device
     parts = []
     for rows in row_slices(num_rows, max(1, CHUNK_ENTRIES // vocab_size)):
-        log_p = torch.log_softmax(base[rows].to(device, torch.float64), dim=-1)
-        log_q = torch.log_softmax(candidate[rows].to(device, torch.float64), dim=-1)
+        of_base, of_candidate = base[rows].to(device), candidate[rows]
+        log_p = torch.log_softmax(of_base, dim=-1, dtype=torch.float64)
+        log_q = torch.log_softmax(of_candidate, dim=-1, dtype=torch.float64)
         chosen = targets[rows, None].to(device)
         base_logprob, logprob = (log.gather(-1, chosen)[:, 0] for log in (log_p, log_q))
-        same_top = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
+        same_top = of_base.argmax(dim=-1) == of_candidate.argmax(dim=-1)
         is_defined = ~(log_p[:, 0].isnan() | log_q[:, 0].isnan())  # one NaN makes a row of them
         # In place: log_q becomes the difference, log_p the probabilities.
         torch.sub(log_p, log_q, out=log_q)
-        terms = log_p.exp_()
-        log_q.masked_fill_(terms == 0, 0)  # 0 log 0 = 0, and not 0 times inf
-        kl = terms.mul_(log_q).sum(dim=-1).clamp_(min=0)
+        terms = log_p.exp_().mul_(log_q)
+        kl = terms.sum(dim=-1)
+        if kl.isnan().any():
+            kl = terms.nansum(dim=-1)  # 0 log 0 = 0, and not 0 times inf
+        kl.clamp_(min=0)
         parts.append(
             TokenDivergence(
                 kl=kl.where(is_defined, math.nan).cpu(),
