@@ -1,8 +1,6 @@
 """`llmbench eval`: how well a model answers, and how far it is from its baseline."""
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +21,7 @@ from llmbench.cli.eval_output import (
     print_tasks,
     told_notices,
 )
+from llmbench.cli.eval_progress import say_how_to_resume, say_what_is_kept, shown_on
 from llmbench.cli.eval_samples import sample_prompts, write_answers
 from llmbench.cli.models import require_model
 from llmbench.cli.options import (
@@ -41,13 +40,11 @@ from llmbench.cli.output import Output
 from llmbench.cli.progress import Progress
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.models.source import resolve_folder
-from llmbench.reports.format import number
 
 if TYPE_CHECKING:
     from llmbench.bench.accuracy.eval_plan import PreparedEval
     from llmbench.bench.accuracy.eval_result import EvalResult
     from llmbench.bench.accuracy.model import EvaluatedModel
-    from llmbench.bench.accuracy.running_score import Estimate
     from llmbench.bench.accuracy.sample_prompts import SamplePrompt
 
 INTERRUPTED = 130
@@ -248,7 +245,7 @@ def _run(
                 with_divergence=values["divergence"] and values["base_url"] is None,
                 store_limit_bytes=values["cache_limit"],
                 settings=_speed_settings(values),
-                on_progress=_shown_on(progress, [each.name for each in (base, candidate) if each]),
+                on_progress=shown_on(progress, [each.name for each in (base, candidate) if each]),
             )
             if prompts:
                 write_answers(
@@ -260,10 +257,9 @@ def _run(
                     progress,
                 )
         except KeyboardInterrupt:
-            _say_how_to_resume(folder, progress.note)
+            say_how_to_resume(folder, progress.note)
         except KNOWN_ERRORS as error:
-            if (folder / "manifest.json").exists():
-                error.add_note(f"what is answered is kept in {folder}")
+            say_what_is_kept(folder, candidate, error)
             raise
     if (folder / "scores.json").exists():
         print_result(folder, streams)
@@ -275,45 +271,9 @@ def _run(
         raise typer.Exit(code)
 
 
-def _shown_on(
-    progress: Progress, names: Sequence[str]
-) -> "Callable[[str, int, int, Estimate | None], None]":
-    """Show each model's way through the items; `names` in the order in which they are asked."""
-    left = list(names)
-    started, before = time.monotonic(), 0
-
-    def show(task: str, done: int, total: int, estimate: "Estimate | None") -> None:
-        nonlocal started, before
-        if done < before and len(left) > 1:  # the next model begins
-            del left[0]
-            started = time.monotonic()
-        before = done
-        facts = [] if estimate is None else [_so_far(estimate)]
-        elapsed = time.monotonic() - started
-        if elapsed > 0:
-            facts.append(f"{number(done / elapsed, 2)} items/s")
-        progress.update(f"{left[0]}: {task}", done, total, ", ".join(facts))
-
-    return show
-
-
-def _so_far(estimate: "Estimate") -> str:
-    text = f"{estimate.metric} {number(estimate.value)}"
-    if estimate.low is not None and estimate.high is not None:
-        text += f" [{number(estimate.low)}, {number(estimate.high)}]"
-    return f"{text} so far"
-
-
 def _speed_settings(values: dict[str, Any]) -> dict[str, Any]:
     names = ("num_threads", "max_num_seqs", "max_num_batched_tokens", "prefix_cache", "block_size")
     return {name: values[name] for name in (*names, "kv_cache_memory_bytes", "num_kv_blocks")}
-
-
-def _say_how_to_resume(folder: Path, note: Callable[[str], None]) -> None:
-    if not (folder / "manifest.json").exists():
-        return
-    note(f"what is answered is in {folder}")
-    note(f"the same command with --output {folder} continues where this one stopped")
 
 
 def _write_harness_files(

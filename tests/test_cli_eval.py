@@ -327,6 +327,32 @@ def test_interrupted_run_says_how_to_go_on_and_ends_like_an_undisturbed_one(
         assert one.loglikelihoods == pytest.approx(other.loglikelihoods, abs=1e-5)
 
 
+def test_folder_of_another_model_is_refused_with_what_differs(
+    models: tuple[Path, Path], own: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(models[0], own, tmp_path / "out") == 0
+    capfd.readouterr()
+    assert run(models[1], own, tmp_path / "out") == 3
+    err = capfd.readouterr().err
+    assert "holds another run's results" in err
+    assert f"hint: it was begun for {models[0]}, which has other model_digest\n" in err
+
+
+def test_shards_in_one_folder_are_scored_together_without_asking_again(
+    models: tuple[Path, Path],
+    own: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for shard in ("1/2", "2/2"):
+        assert run(models[1], own, tmp_path / "out", "--shard", shard) == 0
+    capfd.readouterr()
+    monkeypatch.setattr("llmbench.engine.engine_core.EngineCore.__init__", _never)
+    assert run(models[1], own, tmp_path / "out", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["tasks"]["capitals"]["num_items"] == 3
+
+
 def test_samples_that_are_there_are_not_answered_again(
     models: tuple[Path, Path],
     own: Path,

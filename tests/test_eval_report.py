@@ -392,7 +392,7 @@ def test_incomplete_run_and_flags_are_told_below_the_tables(folder: Path) -> Non
         ({"num_invalid": 2}, ["mmlu: 2 of 1,000 items could not be scored"]),
     ],
 )
-def test_family_is_judged_as_a_whole(changes: Mapping[str, int], flags: list[str]) -> None:
+def test_family_is_judged_as_a_whole(changes: Mapping[str, Any], flags: list[str]) -> None:
     tied = {name: task(name, flags=["1 of 5 items are ties"]) for name in SUBJECTS}
     group = dataclasses.replace(mmlu(), **changes)
     assert decisive_flags(scores(tasks=tied, groups={"mmlu": group})) == flags
