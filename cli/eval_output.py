@@ -213,6 +213,7 @@ def exit_code(folder: Path) -> int:
 def print_harness_result(result: Mapping[str, Any], folder: Path, streams: Output) -> None:
     """Print the harness's own scores, and keep its result."""
     from llmbench.bench.results import write_json
+    from llmbench.bench.strict_json import strict
     from llmbench.reports.tables import Table, render, text_column
 
     rows = []
@@ -236,5 +237,5 @@ def print_harness_result(result: Mapping[str, Any], folder: Path, streams: Outpu
     streams.result(render(table, sys.stdout))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "lm_eval_results.json", result)
-    streams.document(dict(result))
+    streams.document(strict(dict(result)))
     streams.note(f"results  {folder / 'lm_eval_results.json'}")
