@@ -439,6 +439,17 @@ def test_too_few_items_are_inconclusive() -> None:
     assert mixed.endswith("inconclusive on piqa: too few items (5).")
 
 
+@pytest.mark.parametrize(("n", "can_find"), [(2, False), (5, False), (6, True)])
+def test_perplexity_of_fewer_windows_than_a_test_can_use_is_inconclusive(
+    n: int, can_find: bool
+) -> None:
+    """All differences one way have p = 2 / 2^n: 0.0625 for five windows, whatever their size."""
+    base = [text(index, -300.0 - index) for index in range(n)]
+    candidate = [text(index, -305.0 - index) for index in range(n)]
+    found = verdict([compare_items(base, candidate, "perplexity")])
+    assert found.startswith("Worse" if can_find else "Inconclusive: too few items")
+
+
 def test_finding_of_one_test_alone_does_not_survive_many() -> None:
     """p = 0.039 by itself; of eight tasks, one such is to be expected by chance."""
     alone = compared(8, 1, 991)

@@ -35,7 +35,7 @@ def verdict(
     worse = [score for score in found if score.is_worse]
     better = [score for score in found if not score.is_worse]
     rest = [score for score in scores if score not in found]
-    coarse = [score for score in rest if _is_coarse(score)]
+    coarse = [score for score in rest if _is_coarse(score, len(scores))]
     fine = [score for score in rest if score not in coarse]
     parts = []
     for word, group in (("worse", worse), ("better", better)):
@@ -103,8 +103,10 @@ def _is_found(score: PairedScore) -> bool:
     return score.adjusted_p is not None and score.adjusted_p <= ALPHA and score.is_worse is not None
 
 
-def _is_coarse(score: PairedScore) -> bool:
-    return score.detectable is None or score.detectable > TOO_COARSE
+def _is_coarse(score: PairedScore, num_tests: int) -> bool:
+    # The surest outcome of an exact test on n pairs, all of them one way, has p = 2 / 2^n.
+    can_find = num_tests * 2.0 ** (1 - score.n) <= ALPHA
+    return not can_find or score.detectable is None or score.detectable > TOO_COARSE
 
 
 def _of_tasks(group: Sequence[PairedScore], num_scores: int) -> str:

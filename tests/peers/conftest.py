@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -176,6 +177,26 @@ def engine_logits(logits_in_pieces: Callable[..., Tensor]) -> Callable[[Path], T
         return logits_in_pieces(load_model(config).model, PROMPT, [len(PROMPT)])
 
     return run
+
+
+@pytest.fixture
+def compressed_tensors_rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the engine's reference round inputs as compressed-tensors does.
+
+    It divides twice the largest value into 255 steps, where the engine and the kernels that serve
+    such files divide the largest value into 127. With its rule, the same codes must give the same
+    logits.
+    """
+
+    def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.float()
+        scales = x.abs().amax(dim=-1, keepdim=True) / 127.5
+        return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+    def switch() -> None:
+        monkeypatch.setattr("llmbench.quant.linear.quantize_activations", quantize_activations)
+
+    return switch
 
 
 @pytest.fixture(scope="session")

@@ -149,16 +149,15 @@ def test_engine_computes_the_peers_logits(
     case: str,
     peer_made: Callable[[str, str], tuple[Path, Any]],
     engine_logits: Callable[[Path], torch.Tensor],
+    compressed_tensors_rounding: Callable[[], None],
 ) -> None:
     """In float32 against the peer's float16 or bfloat16: near, and no more than that."""
     folder, reading = peer_made(name, case)
     asked = {**DEFAULTS, "dtype": "bfloat16", **CASES[name][case]}
-    tolerance = 0.02
-    if asked["activations"] == "int8":
-        # Each rounds inputs by its own rule: compressed-tensors to 127.5 steps, the engine to 127.
-        tolerance = 0.05
-    elif asked["dtype"] == "float32" and name == "llmcompressor":
-        tolerance = 1e-4
+    is_compressed = name == "llmcompressor"
+    if is_compressed and asked["activations"] == "int8":
+        compressed_tensors_rounding()
+    tolerance = 1e-4 if is_compressed and asked["dtype"] == "float32" else 0.02
     difference = engine_logits(folder) - reading.logits
     assert (difference.norm() / reading.logits.norm()).item() < tolerance
 
