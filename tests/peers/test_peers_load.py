@@ -190,5 +190,7 @@ def test_peer_computes_the_engines_logits(
         compressed_tensors_rounding()
     # The peers run in float16 or the file's type, the engine in float32.
     tolerance = 1e-4 if is_compressed and dtype == "float32" else 0.02
+    if library == "bitsandbytes":
+        tolerance = 0.05  # inputs that differ by bfloat16's rounding move to neighbouring codes
     difference = engine_logits(written(case)) - reading.logits
     assert (difference.norm() / reading.logits.norm()).item() < tolerance
