@@ -109,6 +109,18 @@ def read_results(path: Path) -> Results:
     return Results(path, manifest, records)
 
 
+def check_same_run(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a folder that another run began; writes nothing. A folder without one is free.
+
+    Raises:
+        ResultsError: what differs from the run of `manifest`.
+    """
+    path = path.expanduser()
+    existing = _read_manifest(path)
+    if existing is not None:
+        _refuse_another(path, existing, manifest)
+
+
 class ResultsFolder:
     """The folder of a run in progress; a context manager that holds the folder's lock."""
 
@@ -234,6 +246,18 @@ def _acquire(path: Path) -> IO[str]:
 
 def _continue(path: Path, existing: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest of a resumed run, or refuse to mix two runs."""
+    _refuse_another(path, existing, manifest)
+    resumed = [*existing.get("resumed", []), {"at": manifest["created_at"]}]
+    if existing["environment"] != manifest["environment"]:
+        changed = _differences(existing["environment"], manifest["environment"])
+        logger.info("resuming in another environment: %s", "; ".join(changed))
+        resumed[-1]["environment_changes"] = changed
+    continued = existing | {"plan": manifest["plan"], "resumed": resumed}
+    write_json(path / _MANIFEST, continued)
+    return continued
+
+
+def _refuse_another(path: Path, existing: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
     if existing.get("config_digest") != manifest["config_digest"]:
         differences = _differences(
             {key: existing.get(key) for key in IDENTITY_KEYS},
@@ -245,14 +269,6 @@ def _continue(path: Path, existing: dict[str, Any], manifest: dict[str, Any]) ->
         error = ResultsError(f"{path} holds another run's results: " + "; ".join(shown))
         error.add_note("choose another folder with --output, or repeat the settings of that run")
         raise error
-    resumed = [*existing.get("resumed", []), {"at": manifest["created_at"]}]
-    if existing["environment"] != manifest["environment"]:
-        changed = _differences(existing["environment"], manifest["environment"])
-        logger.info("resuming in another environment: %s", "; ".join(changed))
-        resumed[-1]["environment_changes"] = changed
-    continued = existing | {"plan": manifest["plan"], "resumed": resumed}
-    write_json(path / _MANIFEST, continued)
-    return continued
 
 
 def _differences(before: Any, after: Any, name: str = "") -> list[str]:

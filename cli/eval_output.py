@@ -73,6 +73,7 @@ def print_dry_run(
         costs = count_costs(
             prepared,
             model,
+            baseline=base,
             on_progress=lambda done, total: progress.update("counting tokens", done, total),
         )
     truncated = sum(cost.num_truncated for cost in costs.values())

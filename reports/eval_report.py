@@ -7,7 +7,7 @@ plots/kl.*        how the divergence of tokens is spread
 samples.*         answers side by side, where there are any
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 
 from llmbench.bench import strict_json
-from llmbench.bench.accuracy.divergence_summary import summarize_divergence
-from llmbench.bench.accuracy.items import ItemDivergence, items_path, read_items
+from llmbench.bench.accuracy.items import ItemRecord, items_path, read_id_ranges, read_items
 from llmbench.bench.results import read_results
 from llmbench.reports.errors import NothingToReportError
 from llmbench.reports.eval_comparison import divergence_tables, paired_table
@@ -63,6 +62,12 @@ class EvalRecords:
         """With the baseline."""
         found: dict[str, Any] | None = self.scores["comparison"]
         return found
+
+    def items(self, task: str) -> list[ItemRecord]:
+        """Of a task, those that the scores are of: the folder may hold more, of other runs."""
+        counted = read_id_ranges(self.scores["doc_ids"].get(task, ""))
+        found = read_items(items_path(self.folder, task)) if counted else []
+        return [item for item in found if item.doc_id in counted]
 
     @property
     def names(self) -> dict[str, str]:
@@ -206,14 +211,14 @@ def _figure_rows(records: EvalRecords) -> Iterator[dict[str, Any]]:
             continue
         metric = task["primary_metric"]
         theirs = base.get("tasks", {}).get(name, {}).get("metrics", {}).get(metric)
-        chance = _chance(records.folder, [name]) if metric in _CHANCE_METRICS else None
+        chance = _chance(records, [name]) if metric in _CHANCE_METRICS else None
         label = f"{name}\n{metric}, {task['num_shots']}-shot"
         yield from _rows(label, task["metrics"][metric], theirs, differences.get(name), chance)
     for name in dict.fromkeys(hidden.values()):
         group = scores["groups"][name]
         key = "by_items" if group["weighting"] == "items" else "by_tasks"
         theirs = base.get("groups", {}).get(name, {}).get(key)
-        chance = _chance(records.folder, group["tasks"])
+        chance = _chance(records, group["tasks"])
         label = f"{name}\n{group['metric'] or 'primary'}, {len(group['tasks'])} tasks"
         yield from _rows(label, group[key], theirs, differences.get(name), chance)
     if (text := scores[PERPLEXITY]) is not None:
@@ -252,12 +257,12 @@ def _text_score(text: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "value": text["token"], "n": text["num_windows"], "unit": "perplexity"}
 
 
-def _chance(folder: Path, tasks: list[str]) -> float | None:
+def _chance(records: EvalRecords, tasks: list[str]) -> float | None:
     """Return the share of right answers that guessing gives: the mean of 1 / choices."""
     shares = [
         1 / len(item.choices)
         for task in tasks
-        for item in read_items(items_path(folder, task))
+        for item in records.items(task)
         if item.choices and isinstance(item.gold, int)
     ]
     return sum(shares) / len(shares) if shares else None
@@ -268,21 +273,10 @@ def _shown_divergences(records: EvalRecords) -> dict[str, Any]:
     assert records.comparison is not None  # asked for only where there is one
     hidden = families(records.scores)
     by_task: dict[str, Any] = records.comparison["task_divergence"]
+    by_group: dict[str, Any] = records.comparison["group_divergence"]
     shown = {task: record for task, record in by_task.items() if task not in hidden}
-    for family in dict.fromkeys(hidden.values()):
-        tasks = [task for task in by_task if hidden.get(task) == family]
-        if tasks:
-            shown[family] = summarize_divergence(_divergences(records, tasks)).to_record()
+    shown |= {name: by_group[name] for name in hidden.values() if name in by_group}
     return shown if len(shown) > 1 else {}
-
-
-def _divergences(records: EvalRecords, tasks: Iterable[str]) -> list[ItemDivergence]:
-    return [
-        item.divergence
-        for task in tasks
-        for item in read_items(items_path(records.folder, task))
-        if item.divergence is not None
-    ]
 
 
 def _kl_samples(records: EvalRecords) -> dict[str, list[float]]:
@@ -292,8 +286,8 @@ def _kl_samples(records: EvalRecords) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for task in records.comparison["task_divergence"]:
         values = found.setdefault(hidden.get(task, task), [])
-        for divergence in _divergences(records, [task]):
-            values += divergence.kl
+        for item in records.items(task):
+            values += item.divergence.kl if item.divergence is not None else ()
     if len(found) > MAX_SERIES:
         return {"all tasks": [value for values in found.values() for value in values]}
     return found

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmbench.bench.accuracy.baseline_store import BaselineStore
 from llmbench.bench.accuracy.eval_config import EvalConfig
+from llmbench.bench.accuracy.eval_costs import count_costs
 from llmbench.bench.accuracy.eval_plan import PreparedEval, prepare
-from llmbench.bench.accuracy.eval_result import EvalResult
+from llmbench.bench.accuracy.eval_result import EvalResult, compare
 from llmbench.bench.accuracy.evaluation import evaluate
 from llmbench.bench.accuracy.items import read_items
 from llmbench.bench.errors import BenchError, ResultsError
@@ -130,7 +133,10 @@ def test_a_second_candidate_asks_the_baseline_nothing(
     assert not base.asked
     assert not base.is_loaded
     assert result.comparison is not None
-    assert (tmp_path / "run" / "baseline" / "items-sums.jsonl").exists()
+    first, second = (folder / "run" / "baseline" for folder in (compared[1], tmp_path))
+    for task in (*TASKS, "perplexity"):
+        name = f"items-{task}.jsonl"
+        assert (second / name).read_bytes() == (first / name).read_bytes()
 
 
 def test_a_model_is_no_distance_from_itself(
@@ -311,3 +317,128 @@ def test_a_folder_of_another_model_is_refused_before_the_baseline_is_asked(
             store_root=tmp_path / "cache",
         )
     assert not base.is_loaded
+
+
+def small_run(prepared: PreparedEval, folder: Path, **models: Any) -> EvalResult:
+    """Four choices alone."""
+    config = dataclasses.replace(prepared.config, tasks=("sums",), text=None, limits=4)
+    models.setdefault("store_root", folder.parent / "cache")
+    return evaluate(prepare(config), models.pop("model"), folder, **models)
+
+
+def test_divergence_that_is_not_asked_for_is_not_told(
+    doubles: ModuleType, prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Though the folder's items still hold what an earlier run measured."""
+    for with_divergence in (True, False):
+        result = small_run(
+            prepared,
+            tmp_path / "run",
+            model=doubles.CountingModel(byte_llama(1)),
+            baseline=doubles.CountingModel(byte_llama()),
+            with_divergence=with_divergence,
+        )
+        assert result.comparison is not None
+        assert (result.comparison.divergence is not None) == with_divergence
+    assert all(item.divergence is not None for item in result.items["sums"])
+    others = {
+        task: [dataclasses.replace(item, key="0") for item in items]
+        for task, items in result.items.items()
+    }
+    against_others = compare(prepared, result, others, "another").comparison
+    assert against_others is not None
+    assert against_others.divergence is None
+
+
+def test_another_baseline_is_refused_before_anything_is_overwritten(
+    doubles: ModuleType, prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    candidate = doubles.CountingModel(byte_llama(1))
+    base = doubles.CountingModel(byte_llama())
+    small_run(prepared, tmp_path / "run", model=candidate, baseline=base)
+    files = sorted((tmp_path / "run").rglob("*.json*"))
+    before = [file.read_bytes() for file in files]
+    with pytest.raises(ResultsError, match="model_digest"):
+        small_run(
+            prepared,
+            tmp_path / "run",
+            model=doubles.CountingModel(byte_llama(1)),
+            baseline=doubles.CountingModel(byte_llama(2)),
+        )
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_vocabularies_of_other_sizes_are_refused_before_anything_runs(
+    doubles: ModuleType, prepared: PreparedEval, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As of a head that was padded: the tokenizers are the same."""
+    folder = tmp_path / "padded"
+    shutil.copytree(byte_llama(1), folder)
+    (weights,) = folder.glob("*.safetensors")
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and len(tensor) == 258:
+            tensors[name] = torch.cat([tensor, tensor.new_zeros(6, tensor.shape[1])])
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 264}))
+    base, padded = doubles.CountingModel(byte_llama()), doubles.CountingModel(folder)
+    with pytest.raises(BenchError, match=r"expected the 258 logits .* found 264") as refusal:
+        small_run(prepared, tmp_path / "run", model=padded, baseline=base)
+    assert "--no-divergence" in refusal.value.__notes__[0]
+    assert not base.is_loaded
+    assert not (tmp_path / "run").exists()
+
+
+def test_room_is_asked_for_what_is_stored(
+    doubles: ModuleType,
+    byte_llama: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Choices of one token share a state, and the second of two identical documents is known."""
+    rows = [{"a": a, "choices": ["A", "B", "no"], "gold": 0} for a in (1, 2, 1)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "letters_only.yaml").write_text(
+        "task: letters_only\nsummary: t\nlocal_files: {test: t.jsonl}\ntest_split: test\n"
+        'output_type: multiple_choice\nnum_fewshot: 0\ndoc_to_text: "{{a}} ="\n'
+        'doc_to_choice: choices\ndoc_to_target: gold\ntarget_delimiter: ""\n'
+        "metric_list: [{metric: acc}]\nmetadata: {version: 1.0}\n"
+    )
+    questions = prepare(EvalConfig(tasks=("letters_only",), include=(tmp_path,)))
+    asked: list[dict[str, Any]] = []
+    require = BaselineStore.require_room
+
+    def listen(self: BaselineStore, **needed: Any) -> None:
+        asked.append(needed)
+        require(self, **needed)
+
+    monkeypatch.setattr(BaselineStore, "require_room", listen)
+    base = doubles.CountingModel(byte_llama())
+    evaluate(
+        questions,
+        doubles.CountingModel(byte_llama(1)),
+        tmp_path / "run",
+        baseline=base,
+        store_root=tmp_path / "cache",
+    )
+    (needed,) = asked
+    (stored,) = (tmp_path / "cache").rglob("rows.bin")
+    assert needed["num_answers"] == 2
+    assert needed["num_tokens"] == 2 * (1 + 2)
+    assert stored.stat().st_size == needed["num_tokens"] * 32 * 4  # 32 numbers of float32
+    cost = count_costs(questions, base)["letters_only"]
+    assert (cost.num_scored_tokens, cost.num_stored_rows) == (3 * 4, 3 * 3)
+
+
+def test_dry_run_cuts_prompts_to_what_the_baseline_reads(
+    doubles: ModuleType, prepared: PreparedEval, byte_llama: Callable[..., Path]
+) -> None:
+    config = dataclasses.replace(prepared.config, tasks=("sums",), text=None)
+    questions = prepare(config)
+    model = doubles.CountingModel(byte_llama(1))
+    base = doubles.CountingModel(byte_llama(max_positions=30))
+    assert count_costs(questions, model)["sums"].num_truncated == 0
+    cost = count_costs(questions, model, baseline=base)["sums"]
+    assert cost.num_truncated == 12
+    assert cost.longest <= 31  # the last token is scored and not read

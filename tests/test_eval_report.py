@@ -70,6 +70,7 @@ def scores(**changes: Any) -> dict[str, Any]:
         "groups": {"mmlu": mmlu()},
         "perplexity": None,
         "comparison": None,
+        "doc_ids": {},
         "flags": (),
         "notices": (),
     }
@@ -111,6 +112,7 @@ def comparison() -> dict[str, Any]:
         "paired": [PAIRED.to_record()],
         "divergence": summary,
         "task_divergence": {"arc_challenge": summary, "mmlu_0": summary},
+        "group_divergence": {"mmlu": summary},
     }
     plain: dict[str, Any] = strict_json.strict(record)
     return plain
@@ -137,7 +139,8 @@ def folder(tmp_path: Path) -> Path:
     facts["arc_challenge"] = {"deviations": ["no train split"], "num_fewshot": 25}
     manifest = {"schema_version": 1, "hardware": {}, "software": {}, "plan": {"tasks": facts}}
     (tmp_path / "manifest.json").write_text(strict_json.dumps(manifest))
-    record = scores(comparison=comparison())
+    doc_ids = {"arc_challenge": "0-7", "mmlu_0": "0-7"}
+    record = scores(comparison=comparison(), doc_ids=doc_ids)
     (tmp_path / "scores.json").write_text(strict_json.dumps(record))
     (tmp_path / "baseline").mkdir()
     base = scores(model="models/base", tasks={"arc_challenge": task("arc_challenge")})
@@ -362,6 +365,22 @@ def test_divergence_of_a_family_is_one_row(folder: Path) -> None:
     assert cells(kl, "task") == ("arc_challenge", "mmlu", "all tasks")
 
 
+def test_items_that_the_scores_are_not_of_are_not_drawn(folder: Path) -> None:
+    """As of an earlier run of the folder with a larger limit."""
+    write_eval_report(read_eval(folder))
+    files = [folder / "plots" / name for name in ("kl.csv", "scores.csv")]
+    before = [file.read_bytes() for file in files]
+    stale = dataclasses.replace(
+        item("arc_challenge", 8),
+        choices=("a", "b"),
+        divergence=dataclasses.replace(DIVERGENCE, kl=(5.0, 6.0, 7.0)),
+    )
+    with items_path(folder, "arc_challenge").open("a") as file:
+        file.write(strict_json.dumps(stale.to_json()) + "\n")
+    write_eval_report(read_eval(folder))
+    assert [file.read_bytes() for file in files] == before
+
+
 def test_data_hold_every_score_and_the_difference_where_it_was_compared(folder: Path) -> None:
     frame = score_data(read_eval(folder)).set_index(["task", "metric"])
     assert len(frame) == 11 * 2 + 2
@@ -389,6 +408,7 @@ def test_incomplete_run_and_flags_are_told_below_the_tables(folder: Path) -> Non
     [
         ({"num_tied": 100}, []),
         ({"num_tied": 101}, ["mmlu: 101 of 1,000 items are ties"]),
+        ({"num_tied": 29, "num_items": 29}, []),
         ({"num_invalid": 2}, ["mmlu: 2 of 1,000 items could not be scored"]),
     ],
 )

@@ -14,7 +14,6 @@ import torch
 
 from llmbench.bench.accuracy.engine_model import EngineModel
 from llmbench.bench.accuracy.eval_config import EvalConfig
-from llmbench.bench.accuracy.eval_folder import merge_items
 from llmbench.bench.accuracy.eval_plan import PreparedEval, prepare
 from llmbench.bench.accuracy.eval_result import EvalResult, score_items
 from llmbench.bench.accuracy.eval_run import in_order
@@ -197,24 +196,37 @@ def test_shards_together_are_the_whole(
     byte_llama: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    folders = [tmp_path / f"shard-{index}" for index in range(3)]
-    for index, folder in enumerate(folders):
+    """Run into one folder one after another: the command without a shard then asks nothing."""
+    for index in range(3):
         config = dataclasses.replace(prepared.config, shard=(index, 3))
-        evaluate(prepare(config), doubles.CountingModel(byte_llama()), folder)
-    merged = {task: merge_items(folders, task) for task in whole.items}
-    doubles.assert_same_answers(merged, whole.items)
+        evaluate(prepare(config), doubles.CountingModel(byte_llama()), tmp_path)
+    model = doubles.CountingModel(byte_llama())
+    merged = evaluate(prepared, model, tmp_path)
+    assert not model.asked
+    doubles.assert_same_answers(merged.items, whole.items)
 
 
-def test_shards_of_other_settings_are_not_merged(
+def test_group_without_items_of_a_member_has_no_score(
     doubles: ModuleType, small_tasks: Path, byte_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    for index, shots in enumerate((0, 1)):
-        config = EvalConfig(
-            tasks=("sums",), include=(small_tasks,), num_fewshot=shots, shard=(index, 2), limits=2
-        )
-        evaluate(prepare(config), doubles.CountingModel(byte_llama()), tmp_path / str(index))
-    with pytest.raises(ResultsError, match="other settings"):
-        merge_items([tmp_path / "0", tmp_path / "1"], "sums")
+    """As of the subjects of MMLU, most of which a small limit's second shard knows nothing."""
+    (tmp_path / "both.yaml").write_text(
+        "group: both\nsummary: both\ntask: [sums, spoken]\n"
+        "aggregate_metric_list: [{metric: primary, weight_by_size: false}]\n"
+        "metadata: {version: 1}\n"
+    )
+    config = EvalConfig(
+        tasks=("both",),
+        include=(small_tasks, tmp_path),
+        limits={"sums": 2, "spoken": 1},
+        shard=(1, 2),
+    )
+    result = evaluate(prepare(config), doubles.CountingModel(byte_llama()), tmp_path / "run")
+    assert result.is_complete
+    assert list(result.tasks) == ["sums"]
+    assert not result.groups
+    assert any("both: no score" in line and "(spoken)" in line for line in result.notices)
+    assert json.loads((tmp_path / "run" / "scores.json").read_text())["doc_ids"] == {"sums": "1"}
 
 
 def test_another_model_does_not_get_the_folder(

@@ -228,3 +228,35 @@ def test_folder_without_scores_is_refused(
     _, prepared, model = run
     with pytest.raises(ResultsError, match="expected the scores of a run"):
         write_lm_eval(tmp_path, prepared, model)
+
+
+def test_tasks_without_a_document_in_the_shard_are_left_out(
+    tmp_path: Path, run: tuple[Path, PreparedEval, LengthModel]
+) -> None:
+    """And the group that lacks one with them, as it has no score."""
+    _, prepared, model = run
+    data = prepared.config.data_dir
+    assert data is not None
+    (tmp_path / "both.yaml").write_text(
+        "group: both\nsummary: both\ntask: [gsm8k, three]\n"
+        "aggregate_metric_list: [{metric: primary, weight_by_size: false}]\n"
+        "metadata: {version: 1}\n"
+    )
+    (tmp_path / "three.jsonl").write_text('{"q": "a", "a": "b"}\n' * 3)
+    (tmp_path / "three.yaml").write_text(
+        "task: three\nsummary: three\nlocal_files: {test: three.jsonl}\ntest_split: test\n"
+        'output_type: generate_until\nnum_fewshot: 0\ndoc_to_text: "{{q}}"\n'
+        'doc_to_target: a\ngeneration_kwargs: {until: ["."]}\n'
+        "metric_list: [{metric: exact_match}]\nmetadata: {version: 1.0}\n"
+    )
+    config = EvalConfig(
+        tasks=("both",), num_fewshot=0, data_dir=data, include=(tmp_path,), shard=(1, 2)
+    )
+    folder = tmp_path / "run"
+    evaluate(prepare(config), model, folder)
+    result, samples = write_lm_eval(folder, prepare(config), model, now=NOW)
+    document = json.loads(result.read_text(encoding="utf-8"))
+    assert samples.name.startswith("samples_three_")
+    assert list(document["results"]) == ["three"]
+    assert list(document["n-samples"]) == ["three"]
+    assert document["group_subtasks"] == {}

@@ -4,17 +4,16 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from llmbench.bench.accuracy.engine_model import EngineModel
-from llmbench.bench.accuracy.perplexity import (
-    Perplexity,
-    WindowLoss,
-    measure_perplexity,
-    perplexity_of,
-)
+from llmbench.bench.accuracy.eval_config import EvalConfig
+from llmbench.bench.accuracy.eval_plan import prepare
+from llmbench.bench.accuracy.evaluation import evaluate
+from llmbench.bench.accuracy.perplexity import Perplexity, WindowLoss, perplexity_of
 from llmbench.bench.accuracy.text_source import Text, read_text
 from llmbench.bench.accuracy.text_windows import TextWindows, cut_windows
 from llmbench.engine.config import EngineConfig
@@ -30,9 +29,23 @@ def engine_model(folder: Path) -> EngineModel:
     )
 
 
-def windows(model: EngineModel, text: str, kind: Any = "gptq", **choices: Any) -> TextWindows:
-    choices = {"max_length": model.max_length, **choices}
-    return cut_windows(Text(name="text", text=text), model.tokenizer, kind, **choices)
+Measure = Callable[..., Perplexity]
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> Measure:
+    """Evaluate a text on a model, as `llmbench eval --tasks perplexity` does."""
+
+    def run(model: EngineModel, text: str, kind: Any = "gptq", **choices: Any) -> Perplexity:
+        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        file = folder.with_suffix(".txt")
+        file.write_text(text, encoding="utf-8")
+        config = EvalConfig(tasks=("perplexity",), text=str(file), protocol=kind, **choices)
+        found = evaluate(prepare(config), model, folder).perplexity
+        assert found is not None
+        return found
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +110,18 @@ def transformers_perplexity(folder: Path, ids: list[int], window: int) -> float:
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_perplexity_equals_a_transformers_script(
-    models: dict[bool, EngineModel], adds_bos: bool
+    models: dict[bool, EngineModel], measure: Measure, adds_bos: bool
 ) -> None:
     model = models[adds_bos]
-    text = windows(model, TEXT, window=64)
-    found = measure_perplexity(model, text)
+    found = measure(model, TEXT, window=64)
     ids = list(model.tokenizer(TEXT)["input_ids"])
     assert found.token == pytest.approx(transformers_perplexity(model.folder, ids, 64), rel=1e-5)
     assert found.num_tokens == 63 * (len(ids) // 64)
 
 
-def test_llamacpp_protocol_equals_a_transformers_script(models: dict[bool, EngineModel]) -> None:
+def test_llamacpp_protocol_equals_a_transformers_script(
+    models: dict[bool, EngineModel], measure: Measure
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,7 +136,7 @@ def test_llamacpp_protocol_equals_a_transformers_script(models: dict[bool, Engin
         for position in range(n_ctx // 2, n_ctx - 1):
             nll -= float(logprobs[position, tokens[position + 1]])
             count += 1
-    found = measure_perplexity(model, windows(model, TEXT, "llamacpp", window=n_ctx))
+    found = measure(model, TEXT, "llamacpp", window=n_ctx)
     assert found.token == pytest.approx(math.exp(nll / count), rel=1e-5)
     assert found.num_tokens == count
 
@@ -139,12 +153,11 @@ def uniform_models(saved_llama: Callable[..., Path]) -> dict[bool, EngineModel]:
 @pytest.mark.parametrize("stride", [4, 8, 16])
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_uniform_model_has_the_vocabulary_as_perplexity(
-    uniform_models: dict[bool, EngineModel], adds_bos: bool, stride: int
+    uniform_models: dict[bool, EngineModel], measure: Measure, adds_bos: bool, stride: int
 ) -> None:
     model = uniform_models[adds_bos]
     for length in LENGTHS:  # "!" is the first byte of the vocabulary
-        text = windows(model, "!" * length, "strided", window=CONTEXT, stride=stride)
-        found = measure_perplexity(model, text)
+        found = measure(model, "!" * length, "strided", window=CONTEXT, stride=stride)
         scored = length if adds_bos else length - 1
         assert found.num_tokens == scored
         if scored:
@@ -156,11 +169,11 @@ def test_uniform_model_has_the_vocabulary_as_perplexity(
 
 @pytest.mark.parametrize("kind", ["gptq", "llamacpp"])
 def test_uniform_model_is_uniform_by_every_protocol(
-    uniform_models: dict[bool, EngineModel], kind: Any
+    uniform_models: dict[bool, EngineModel], measure: Measure, kind: Any
 ) -> None:
     for model in uniform_models.values():
         for length in (16, 17, 63, 200):
-            found = measure_perplexity(model, windows(model, "!" * length, kind, window=CONTEXT))
+            found = measure(model, "!" * length, kind, window=CONTEXT)
             assert found.token == pytest.approx(64.0, rel=1e-6)
 
 
@@ -211,25 +224,28 @@ def test_loss_that_is_no_number_is_told(byte_tokenizer: Callable[..., Any]) -> N
     assert found.reason == "1 of 2 windows have a loss that is no number"
 
 
-def test_interrupted_text_goes_on_where_it_was(models: dict[bool, EngineModel]) -> None:
-    model = models[False]
-    text = windows(model, TEXT, window=64)
-    whole = measure_perplexity(model, text)
-    seen: dict[int, WindowLoss] = {}
+def test_interrupted_text_goes_on_where_it_was(
+    doubles: ModuleType, saved_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = saved_llama()
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    prepared = prepare(EvalConfig(tasks=("perplexity",), text=str(file), window=64))
+    model = doubles.CountingModel(folder)
+    whole = evaluate(prepared, model, tmp_path / "whole").perplexity
+    assert whole is not None
 
-    def stop(index: int, loss: WindowLoss, so_far: Perplexity) -> None:
-        seen[index] = loss
-        if len(seen) == 2:
+    def stop(task: str, done: int, *_: Any) -> None:
+        if done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_perplexity(model, text, on_window=stop)
-    asked: list[int] = []
-    again = measure_perplexity(
-        model, text, answered=seen, on_window=lambda index, *_: asked.append(index)
-    )
-    assert not seen.keys() & set(asked)
-    assert again.token == pytest.approx(whole.token, rel=1e-6)
+        evaluate(prepared, model, tmp_path / "run", on_progress=stop)
+    again = doubles.CountingModel(folder)
+    found = evaluate(prepared, again, tmp_path / "run").perplexity
+    assert len(again.asked) == whole.num_windows - 2
+    assert found is not None
+    assert found.token == pytest.approx(whole.token, rel=1e-6)
 
 
 def text_of(build: Callable[..., Any], text: str, **choices: Any) -> TextWindows:
@@ -238,12 +254,16 @@ def text_of(build: Callable[..., Any], text: str, **choices: Any) -> TextWindows
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_demo_model_reads_wikitext_as_transformers_does(demo_model: Path, data_dir: Path) -> None:
+def test_demo_model_reads_wikitext_as_transformers_does(
+    demo_model: Path, data_dir: Path, tmp_path: Path
+) -> None:
     model = EngineModel(EngineConfig(model=str(demo_model), dtype="float32"))
+    config = EvalConfig(tasks=("perplexity",), text="wikitext2", data_dir=data_dir, limits=2)
+    found = evaluate(prepare(config), model, tmp_path).perplexity
+    model.close()
     source = read_text("wikitext2", data_dir=data_dir)
     text = cut_windows(source, model.tokenizer, max_length=model.max_length, limit=2)
     assert text.num_windows == 148
-    found = measure_perplexity(model, text)
-    model.close()
     ids = [token for window in text.windows for token in window]
+    assert found is not None
     assert found.token == pytest.approx(transformers_perplexity(demo_model, ids, 2048), rel=1e-5)

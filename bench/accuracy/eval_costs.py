@@ -4,16 +4,14 @@ Every prompt is tokenized as it would be asked, so the counts are exact but for 
 cache saves: tokens that prompts share are counted in each of them, and computed once.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from llmbench.bench.accuracy.baseline_store import ANSWER_BYTES, DTYPES
-from llmbench.bench.accuracy.encoding import Encoder
-from llmbench.bench.accuracy.eval_config import PERPLEXITY
 from llmbench.bench.accuracy.eval_plan import PreparedEval
 from llmbench.bench.accuracy.model import EvaluatedModel
-from llmbench.bench.accuracy.questions import Question, task_questions, window_questions
-from llmbench.bench.accuracy.text_windows import cut_windows
+from llmbench.bench.accuracy.question_set import QuestionSet, longest
+from llmbench.bench.accuracy.questions import Question
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +22,7 @@ class TaskCost:
         num_requests: Continuations to score, or answers to generate.
         num_read_tokens: Of prompts and continuations, shared ones in each of them.
         num_scored_tokens: Whose distributions are looked at.
+        num_stored_rows: Hidden states that a baseline's store keeps of them.
         num_generated_tokens: At most.
         longest: Tokens of the longest request.
         num_truncated: Items whose prompt is cut to what the model reads.
@@ -33,6 +32,7 @@ class TaskCost:
     num_requests: int = 0
     num_read_tokens: int = 0
     num_scored_tokens: int = 0
+    num_stored_rows: int = 0
     num_generated_tokens: int = 0
     longest: int = 0
     num_truncated: int = 0
@@ -48,6 +48,7 @@ class TaskCost:
             whole = len(question.generate.prompt) + question.generate.max_tokens
             self.longest = max(self.longest, whole)
             return
+        self.num_stored_rows += question.num_stored_rows
         for request in question.requests:
             for continuation in request.continuations:
                 size = len(request.context) + len(continuation)
@@ -69,48 +70,26 @@ def count_costs(
     prepared: PreparedEval,
     model: EvaluatedModel,
     *,
+    baseline: EvaluatedModel | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, TaskCost]:
     """Count the work of each task by its name; loads a tokenizer and nothing else.
 
-    `on_progress` hears (items counted, items in all).
+    A `baseline` that reads less cuts the prompts of both. `on_progress` hears (items counted, items
+    in all).
     """
     costs: dict[str, TaskCost] = {}
-    for number, question in enumerate(_questions(prepared, model), start=1):
+    others = () if baseline is None else (baseline,)
+    questions = QuestionSet(prepared, model.tokenizer, longest(prepared, model, *others))
+    num_items = len(questions)
+    for number, question in enumerate(questions, start=1):
         costs.setdefault(question.draft.task, TaskCost()).add(question)
-        on_progress(number, max(number, prepared.num_items))
+        on_progress(number, num_items)
     return costs
 
 
 def store_bytes(costs: Mapping[str, TaskCost], *, hidden_size: int, dtype: str) -> int:
-    """Disk that a baseline's answers take, with the hidden state of every scored token."""
-    num_tokens = sum(cost.num_scored_tokens for cost in costs.values())
+    """Disk that a baseline's answers take, with the hidden states of all scored tokens."""
+    num_rows = sum(cost.num_stored_rows for cost in costs.values())
     num_answers = sum(cost.num_items for cost in costs.values())
-    return num_tokens * hidden_size * DTYPES[dtype].itemsize + num_answers * ANSWER_BYTES
-
-
-def _questions(prepared: PreparedEval, model: EvaluatedModel) -> Iterator[Question]:
-    config = prepared.config
-    longest = min(config.max_length or model.max_length, model.max_length)
-    encoder = Encoder(
-        model.tokenizer, longest, add_bos=config.add_bos, on_overflow=config.on_overflow
-    )
-    for each in prepared.tasks:
-        yield from task_questions(each.task, each.prompts, encoder, config.max_gen_toks)
-    if prepared.text is None:
-        return
-    windows = cut_windows(
-        prepared.text,
-        model.tokenizer,
-        config.protocol,
-        max_length=longest,
-        window=config.window,
-        stride=config.stride,
-        add_bos=config.add_bos,
-        limit=prepared.text_limit,
-    )
-    index, count = config.shard or (0, 1)
-    for question in window_questions(windows):
-        assert question.draft.task == PERPLEXITY
-        if question.draft.doc_id % count == index:
-            yield question
+    return num_rows * hidden_size * DTYPES[dtype].itemsize + num_answers * ANSWER_BYTES

@@ -7,23 +7,24 @@
     baseline/               the same of the baseline, where there is one
 
 A folder belongs to one model asked in one way: another model, chat template or number of shots is
-refused with what differs. Tasks, limits, shards and the baseline may differ between two runs of a
-folder, since an item's key says by itself whether it is the answer to what is now asked.
+refused with what differs. The same holds for `baseline/`: a baseline may come with a later run, and
+another one than the folder's is refused before anything is written. Tasks, limits and shards may
+differ between two runs of a folder, since an item's key says by itself whether it is the answer to
+what is now asked; `scores.json` is of the last run alone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from llmbench.bench import strict_json
 from llmbench.bench.accuracy.eval_plan import PreparedEval
-from llmbench.bench.accuracy.items import ItemFile, ItemRecord, items_path, read_items
+from llmbench.bench.accuracy.items import ItemFile, ItemRecord, items_path
 from llmbench.bench.accuracy.model import EvaluatedModel
 from llmbench.bench.accuracy.tokenization import TextIds
 from llmbench.bench.environment import collect_environment
-from llmbench.bench.errors import ResultsError
-from llmbench.bench.results import ResultsFolder, build_manifest, read_results, write_json
+from llmbench.bench.results import ResultsFolder, build_manifest, write_json
 
 KIND = "eval"
 SCORES = "scores.json"
@@ -138,26 +139,3 @@ class EvalFolder:
         if task not in self._files:
             self._files[task] = ItemFile(items_path(self.path, task))
         return self._files[task]
-
-
-def merge_items(folders: Iterable[Path], task: str) -> list[ItemRecord]:
-    """Read a task's items out of the folders of several shards, in order of documents.
-
-    Raises:
-        ResultsError: two folders hold different models or settings, or the same document.
-    """
-    merged: dict[int, ItemRecord] = {}
-    first: tuple[Path, str] | None = None
-    for folder in folders:
-        digest = str(read_results(folder).manifest["config_digest"])
-        if first is None:
-            first = (folder, digest)
-        elif digest != first[1]:
-            error = ResultsError(f"{folder} and {first[0]} hold another model or other settings")
-            error.add_note("shards are merged where all but --shard is the same")
-            raise error
-        for item in read_items(items_path(folder, task)):
-            if item.doc_id in merged and merged[item.doc_id].key != item.key:
-                raise ResultsError(f"{folder}: document {item.doc_id} of {task} has two answers")
-            merged[item.doc_id] = item
-    return [merged[doc_id] for doc_id in sorted(merged)]

@@ -1,8 +1,8 @@
 """What an evaluation found: scores of tasks and groups, a text's perplexity, and a comparison.
 
-Everything here follows from item records, so it is computed anew from a folder, or from those of
-several shards, without any model. A group whose questions count alike, such as the 57 subjects of
-MMLU, is compared with the baseline as one: 57 tests would hide what they find together.
+Everything here follows from item records and needs no model. A group whose questions count alike,
+such as the 57 subjects of MMLU, is compared with the baseline as one: 57 tests would hide what they
+find together.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from llmbench.bench.accuracy.aggregate import GroupScore, TaskScore, score_group
 from llmbench.bench.accuracy.divergence_summary import DivergenceSummary, summarize_divergence
 from llmbench.bench.accuracy.eval_config import PERPLEXITY
 from llmbench.bench.accuracy.eval_plan import PreparedEval
-from llmbench.bench.accuracy.items import ItemRecord
+from llmbench.bench.accuracy.items import ItemDivergence, ItemRecord, id_ranges
 from llmbench.bench.accuracy.paired import compare_items
 from llmbench.bench.accuracy.paired_score import PairedScore, adjust
 from llmbench.bench.accuracy.perplexity import Perplexity, WindowLoss, perplexity_of
@@ -25,6 +25,8 @@ from llmbench.bench.accuracy.text_windows import TextWindows
 from llmbench.bench.accuracy.verdict import caveats, verdict
 
 SCHEMA_VERSION = 1
+MAX_NAMED = 3
+"""Tasks that a sentence names."""
 
 Items = Mapping[str, Sequence[ItemRecord]]
 
@@ -37,6 +39,7 @@ class Comparison:
         paired: Of each task, or of a group whose questions count alike; p-values adjusted.
         divergence: Of all scored tokens together; None where it was not measured.
         task_divergence: By task.
+        group_divergence: By group, of all tokens below it.
         notes: What a reader of the verdict has to know.
     """
 
@@ -44,6 +47,7 @@ class Comparison:
     paired: tuple[PairedScore, ...]
     divergence: DivergenceSummary | None
     task_divergence: Mapping[str, DivergenceSummary]
+    group_divergence: Mapping[str, DivergenceSummary]
     verdict: str
     notes: tuple[str, ...]
 
@@ -55,9 +59,8 @@ class Comparison:
             "notes": list(self.notes),
             "paired": [score.to_record() for score in self.paired],
             "divergence": None if self.divergence is None else self.divergence.to_record(),
-            "task_divergence": {
-                task: summary.to_record() for task, summary in self.task_divergence.items()
-            },
+            "task_divergence": _records(self.task_divergence),
+            "group_divergence": _records(self.group_divergence),
         }
 
 
@@ -66,7 +69,8 @@ class EvalResult:
     """All scores of one model.
 
     Attributes:
-        is_complete: Whether every item was answered; groups are only scored then.
+        is_complete: Whether every item was answered; groups are only scored then, and where they
+            have items of every member.
         notices: What a reader of the scores has to know, a sentence each.
         items: By task, in order of documents.
     """
@@ -99,6 +103,11 @@ class EvalResult:
                 "groups": {name: score.to_record() for name, score in self.groups.items()},
                 "perplexity": None if self.perplexity is None else self.perplexity.to_record(),
                 "comparison": None if self.comparison is None else self.comparison.to_record(),
+                "doc_ids": {
+                    task: id_ranges(item.doc_id for item in items)
+                    for task, items in self.items.items()
+                    if items
+                },
                 "flags": self.flags,
                 "notices": self.notices,
             }
@@ -115,28 +124,49 @@ def score_items(
     is_complete: bool = True,
     notices: Sequence[str] = (),
 ) -> EvalResult:
-    """Score answered items; tasks without any are left out, and so are groups of a partial run."""
+    """Score answered items; tasks without any are left out, and so are groups of a partial run.
+
+    A group that lacks a task, since none of its documents are in this limit or shard, has no mean
+    that could be compared with any other: it is left out, and the notices say so.
+    """
     tasks = {
         each.task.name: score_task(each.task, items[each.task.name])
         for each in prepared.tasks
         if items.get(each.task.name)
     }
+    whole_groups, told = [], list(notices)
+    for group in prepared.groups if is_complete else ():
+        if absent := [name for name in _below(group, prepared.groups) if name not in tasks]:
+            told.append(_absence(group.name, absent))
+        else:
+            whole_groups.append(group)
     perplexity = None
-    if windows is not None and (answered := items.get(PERPLEXITY)):
+    answered = items.get(PERPLEXITY, ())
+    if windows is not None and (answered or not windows.parts):  # a text too short says why
         perplexity = perplexity_of([_loss(item) for item in answered], windows)
     return EvalResult(
         model=model,
         is_complete=is_complete,
         tasks=tasks,
-        groups=score_groups(prepared.groups, tasks) if is_complete else {},
+        groups=score_groups(whole_groups, tasks),
         perplexity=perplexity,
-        notices=tuple(notices),
+        notices=tuple(told),
         items=items,
     )
 
 
-def compare(prepared: PreparedEval, result: EvalResult, base: Items, baseline: str) -> EvalResult:
-    """Add the comparison with a baseline; items that only one model answered are left out."""
+def compare(
+    prepared: PreparedEval,
+    result: EvalResult,
+    base: Items,
+    baseline: str,
+    *,
+    with_divergence: bool = True,
+) -> EvalResult:
+    """Add the comparison with a baseline; items that only one model answered are left out.
+
+    Divergences that items hold count `with_divergence`, and where they are from this very baseline.
+    """
     ours, theirs = _shared(result.items, base)
     paired = [
         compare_items(
@@ -148,23 +178,26 @@ def compare(prepared: PreparedEval, result: EvalResult, base: Items, baseline: s
         for name, tasks, metric in _units(prepared, ours)
     ]
     adjusted = adjust(paired)
-    summaries = {
-        task: summarize_divergence(found)
-        for task, items in ours.items()
-        if (found := [item.divergence for item in items if item.divergence is not None])
-    }
+    measured = _measured(ours, theirs) if with_divergence else {}
     whole = None
-    if summaries:
-        whole = summarize_divergence(
-            [item.divergence for items in ours.values() for item in items if item.divergence]
-        )
+    if measured:
+        whole = summarize_divergence([one for found in measured.values() for one in found])
+    of_groups = {
+        group.name: [
+            one for task in _below(group, prepared.groups) for one in measured.get(task, ())
+        ]
+        for group in prepared.groups
+    }
     return dataclasses.replace(
         result,
         comparison=Comparison(
             baseline=baseline,
             paired=adjusted,
             divergence=whole,
-            task_divergence=summaries,
+            task_divergence={task: summarize_divergence(found) for task, found in measured.items()},
+            group_divergence={
+                group: summarize_divergence(found) for group, found in of_groups.items() if found
+            },
             verdict=verdict(adjusted, whole, base=baseline),
             notes=caveats(adjusted, whole),
         ),
@@ -173,6 +206,31 @@ def compare(prepared: PreparedEval, result: EvalResult, base: Items, baseline: s
 
 def _loss(item: ItemRecord) -> WindowLoss:
     return WindowLoss(nll=-sum(item.loglikelihoods or ()), num_tokens=sum(item.num_tokens))
+
+
+def _records(summaries: Mapping[str, DivergenceSummary]) -> dict[str, Any]:
+    return {name: summary.to_record() for name, summary in summaries.items()}
+
+
+def _absence(group: str, absent: Sequence[str]) -> str:
+    shown = ", ".join(absent[:MAX_NAMED]) + (", …" if len(absent) > MAX_NAMED else "")
+    return (
+        f"{group}: no score, since no document of {len(absent)} of its tasks is in this limit or "
+        f"shard ({shown})"
+    )
+
+
+def _measured(ours: Items, theirs: Items) -> dict[str, list[ItemDivergence]]:
+    """Return the divergences by task that were measured against these very answers."""
+    found = {
+        task: [
+            item.divergence
+            for item, of_base in zip(items, theirs[task], strict=True)
+            if item.divergence is not None and item.divergence.base_key == of_base.key
+        ]
+        for task, items in ours.items()
+    }
+    return {task: divergences for task, divergences in found.items() if divergences}
 
 
 def _shared(items: Items, base: Items) -> tuple[dict[str, list[ItemRecord]], ...]:
@@ -227,4 +285,4 @@ def _below(group: TaskGroup, groups: Sequence[TaskGroup]) -> list[str]:
     found: list[str] = []
     for name in group.members:
         found += _below(by_name[name], groups) if name in by_name else [name]
-    return found
+    return list(dict.fromkeys(found))

@@ -9,16 +9,16 @@ not one long item alone. Each answer is scored, compared with the baseline's and
 comes; what was written is not asked again.
 """
 
+import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmbench.bench import strict_json
 from llmbench.bench.accuracy.base_answers import BaselineAnswers
-from llmbench.bench.accuracy.encoding import Encoder
 from llmbench.bench.accuracy.engine_model import EngineModel
 from llmbench.bench.accuracy.eval_config import PERPLEXITY
 from llmbench.bench.accuracy.eval_folder import EvalFolder, build_eval_manifest
@@ -26,9 +26,10 @@ from llmbench.bench.accuracy.eval_plan import PreparedEval
 from llmbench.bench.accuracy.eval_result import EvalResult, compare, score_items
 from llmbench.bench.accuracy.items import ItemRecord
 from llmbench.bench.accuracy.model import EvaluatedModel
-from llmbench.bench.accuracy.questions import Question, task_questions, window_questions
+from llmbench.bench.accuracy.question_set import QuestionSet, longest
+from llmbench.bench.accuracy.questions import Question
 from llmbench.bench.accuracy.running_score import Estimate, RunningScore
-from llmbench.bench.accuracy.text_windows import TextWindows, cut_windows
+from llmbench.bench.results import check_same_run
 
 if TYPE_CHECKING:
     from llmbench.bench.accuracy.baseline_store import BaselineStore
@@ -42,12 +43,6 @@ WAVE_TOKENS = 1_000_000
 
 OnProgress = Callable[[str, int, int, Estimate | None], None]
 """(task, items done, items in all, the task's score so far)."""
-
-
-def longest(prepared: PreparedEval, model: EvaluatedModel) -> int:
-    """Return the longest context and continuation, tokens, that the model is asked."""
-    asked = prepared.config.max_length
-    return model.max_length if asked is None else min(asked, model.max_length)
 
 
 @dataclass(slots=True)
@@ -85,28 +80,12 @@ class EvalRun:
         self._baseline: BaselineAnswers | None = None
         self._store = store
         self._say = on_progress or (lambda stage, done, total, estimate: None)
-        config = prepared.config
         self.digest = strict_json.digest(model.identity)
-        self.max_length = max_length or longest(prepared, model)
-        self._encoder = Encoder(
-            model.tokenizer,
-            self.max_length,
-            add_bos=config.add_bos,
-            on_overflow=config.on_overflow,
+        self._questions = QuestionSet(
+            prepared, model.tokenizer, max_length or longest(prepared, model)
         )
-        self.windows: TextWindows | None = None
-        if prepared.text is not None:
-            self.windows = cut_windows(
-                prepared.text,
-                model.tokenizer,
-                config.protocol,
-                max_length=self.max_length,
-                window=config.window,
-                stride=config.stride,
-                add_bos=config.add_bos,
-                limit=prepared.text_limit,
-            )
-        self._num_items = prepared.num_items + len(self._window_numbers)
+        self._num_items = len(self._questions)
+        self._accepted: dict[str, dict[int, ItemRecord]] = {}
         self._num_done = 0
         self._num_short_answers: Counter[str] = Counter()
         self._running = {
@@ -114,6 +93,10 @@ class EvalRun:
             for each in prepared.tasks
         } | {PERPLEXITY: RunningScore(PERPLEXITY, PERPLEXITY)}
         self._head: HasLogits | None = None
+
+    def check_folder(self, path: Path) -> None:
+        """Refuse a folder of another run, and write nothing; ResultsError."""
+        check_same_run(path, self._manifest())
 
     def open(
         self, path: Path, *, baseline: str | None = None, settings: Mapping[str, Any] | None = None
@@ -127,14 +110,18 @@ class EvalRun:
                 hidden states, a folder of another run.
         """
         self._look_ahead()
-        manifest = build_eval_manifest(
+        return EvalFolder(path, self._manifest(baseline=baseline, settings=settings))
+
+    def _manifest(
+        self, *, baseline: str | None = None, settings: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return build_eval_manifest(
             self._prepared,
             self._model,
-            max_length=self.max_length,
+            max_length=self._questions.max_length,
             baseline=baseline,
             settings=settings,
         )
-        return EvalFolder(path, manifest)
 
     def answer(self, folder: EvalFolder, baseline: BaselineAnswers | None = None) -> EvalResult:
         """Answer everything into a folder; whatever ends it, what was answered is kept."""
@@ -152,92 +139,78 @@ class EvalRun:
     def _look_ahead(self) -> None:
         """Refuse now what would be refused behind hours of work: long prompts, a full disk."""
         output_types = {each.task.output_type for each in self._prepared.tasks}
-        if self.windows is not None or output_types - {"generate_until"}:
+        if self._questions.windows is not None or output_types - {"generate_until"}:
             self._model.check_scores()
         if self._store is None and self._prepared.config.on_overflow != "error":
             return
-        num_tokens = num_answers = 0
-        for question in self._questions():
-            if self._store is not None and not self._store.has(
-                question.key(self.digest), with_hidden=bool(question.requests)
-            ):
-                num_tokens += sum(map(len, question.continuations))
-                num_answers += 1
+        num_rows = 0
+        missing: set[str] = set()  # identical documents are stored once
+        for question in self._questions:
+            key = question.key(self.digest)
+            if key not in missing and not self._has_stored(question, key):
+                num_rows += question.num_stored_rows
+                missing.add(key)
         if self._store is not None and isinstance(self._model, EngineModel):
             self._store.require_room(
-                num_tokens=num_tokens,
+                num_tokens=num_rows,
                 hidden_size=self._model.facts.hidden_size,
                 dtype=self._model.facts.dtype,
-                num_answers=num_answers,
+                num_answers=len(missing),
             )
 
     def _finish(self, folder: EvalFolder, *, is_complete: bool) -> EvalResult:
-        """Score what there is and write it down."""
+        """Score what this run took for an answer, whatever else the folder holds."""
         answered: dict[str, list[ItemRecord]] = {}
-        for task, doc_ids in self._doc_ids():
-            records = folder.items(task)
+        for task, doc_ids in self._questions.doc_ids():
+            records = self._accepted.get(task, {})
             answered[task] = [records[doc_id] for doc_id in doc_ids if doc_id in records]
+            num_missing = len(doc_ids) - len(answered[task])
+            assert not (is_complete and num_missing), f"{task}: {num_missing} items got lost"
         result = score_items(
             self._prepared,
             answered,
-            self.windows,
+            self._questions.windows,
             model=self._model.name,
             is_complete=is_complete,
             notices=self._notices(answered),
         )
         if self._baseline is not None:
-            result = compare(self._prepared, result, self._baseline.items, self._baseline.name)
+            result = compare(
+                self._prepared,
+                result,
+                self._baseline.items,
+                self._baseline.name,
+                with_divergence=self._baseline.store is not None,
+            )
         record = result.to_record()
         folder.finish(record, list(record["tasks"].values()), is_complete=is_complete)
         return result
 
     def _notices(self, answered: Mapping[str, Sequence[ItemRecord]]) -> list[str]:
         """What a reader of the scores has to know."""
-        notices = [*self._prepared.notices, *self._encoder.notices, *self._model.notices]
-        if self.windows is not None:
-            notices.append(f"{PERPLEXITY}: {self.windows.protocol}")
+        asked = self._questions
+        notices = [*self._prepared.notices, *asked.notices, *self._model.notices]
+        if asked.windows is not None:
+            notices.append(f"{PERPLEXITY}: {asked.windows.protocol}")
         for task, items in answered.items():
             if num_cut := sum(item.num_truncated_tokens > 0 for item in items):
                 notices.append(
                     f"{task}: {num_cut} of {len(items)} prompts lost their beginning, to fit in "
-                    f"{self.max_length} tokens"
+                    f"{asked.max_length} tokens"
                 )
         for task, count in self._num_short_answers.items():
             notices.append(
                 f"{task}: {count} answers had less room than the task allows, in "
-                f"{self.max_length} tokens"
+                f"{asked.max_length} tokens"
             )
         return notices
-
-    def _doc_ids(self) -> Iterator[tuple[str, Sequence[int]]]:
-        for each in self._prepared.tasks:
-            yield each.task.name, [prompt.doc_id for prompt in each.prompts]
-        if self.windows is not None:
-            yield PERPLEXITY, self._window_numbers
-
-    @property
-    def _window_numbers(self) -> list[int]:
-        if self.windows is None:
-            return []
-        index, count = self._prepared.config.shard or (0, 1)
-        return [number for number in range(len(self.windows.parts)) if number % count == index]
-
-    def _questions(self) -> Iterator[Question]:
-        for each in self._prepared.tasks:
-            yield from task_questions(
-                each.task, each.prompts, self._encoder, self._prepared.config.max_gen_toks
-            )
-        if self.windows is not None:
-            wanted = set(self._window_numbers)
-            for question in window_questions(self.windows):
-                if question.draft.doc_id in wanted:
-                    yield question
 
     def _answer(self, folder: EvalFolder) -> None:
         wave: list[Question] = []
         num_tokens = 0
         self._num_short_answers.clear()
-        for question in self._questions():
+        self._accepted.clear()
+        for question in self._questions:
             if question.is_answer_cut:
                 self._num_short_answers[question.draft.task] += 1
             if (record := self._known(folder, question)) is not None:
@@ -251,19 +224,31 @@ class EvalRun:
         self._ask(folder, wave)
 
     def _known(self, folder: EvalFolder, question: Question) -> ItemRecord | None:
-        """Return the answer that the folder has, or the store; None where it is to be asked."""
+        """Return the answer that the folder has, or the store; None where it is to be asked.
+
+        Either may come from an identical document, or from other solved examples that were cut to
+        the same tokens: the record is made anew from its answer alone.
+        """
         key = question.key(self.digest)
         found = folder.items(question.draft.task).get(question.draft.doc_id)
         if found is not None and found.key == key and self._is_whole(question, found):
-            return found
-        if self._store is None or not self._store.has(key, with_hidden=bool(question.requests)):
+            record = question.answered_as(found)
+            if not _is_same(record, found):
+                folder.append(record)
+            return record
+        if self._store is None or not self._has_stored(question, key):
             return None
         stored = self._store.get(key)
         if stored is None:
             return None
-        record = ItemRecord.from_json(stored.answer, f"the stored answer {key}")
+        record = question.answered_as(
+            ItemRecord.from_json(stored.answer, f"the stored answer {key}")
+        )
         folder.append(record)
         return record
+
+    def _has_stored(self, question: Question, key: str) -> bool:
+        return self._store is not None and self._store.has(key, with_hidden=bool(question.requests))
 
     def _is_whole(self, question: Question, record: ItemRecord) -> bool:
         """Whether a record has all that this run wants of the question."""
@@ -300,7 +285,7 @@ class EvalRun:
         for number, text in self._model.generate(prompts):
             question = generated[number]
             record = question.responded(question.key(self.digest), text)
-            if self._store is not None:
+            if self._store is not None and not self._has_stored(question, record.key):
                 self._store.put(record.key, record.to_json())
             folder.append(record)
             self._count(record)
@@ -320,17 +305,26 @@ class EvalRun:
                 assert self._head is not None  # refused before anything was computed
             divergence = self._baseline.divergence(question, scores, self._head)
         record = question.scored(question.key(self.digest), scores, divergence)
-        if self._store is not None:
+        if self._store is not None and not self._has_stored(question, record.key):
             hidden = [score.hidden for score in scores if score.hidden is not None]
             self._store.put(record.key, record.to_json(), hidden)
         folder.append(record)
         self._count(record)
 
     def _count(self, record: ItemRecord) -> None:
+        self._accepted.setdefault(record.task, {})[record.doc_id] = record
         self._num_done += 1
         running = self._running[record.task]
         running.add(record)
         self._say(record.task, self._num_done, self._num_items, running.estimate)
+
+
+def _is_same(record: ItemRecord, other: ItemRecord) -> bool:
+    """Whether two records are written alike but for the divergence, where NaN equals NaN."""
+    plain, as_other = (
+        dataclasses.replace(each, divergence=None).to_json() for each in (record, other)
+    )
+    return plain == as_other
 
 
 def in_order(questions: Sequence[Question]) -> list[Question]:

@@ -8,19 +8,17 @@ models that cannot be compared, a folder of another run, prompts that are too lo
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmbench.bench.accuracy.base_answers import BaselineAnswers
-from llmbench.bench.accuracy.engine_model import tokenizer_digest
+from llmbench.bench.accuracy.engine_model import EngineModel, tokenizer_digest
 from llmbench.bench.accuracy.eval_folder import baseline_folder
 from llmbench.bench.accuracy.eval_plan import PreparedEval
 from llmbench.bench.accuracy.eval_result import EvalResult
-from llmbench.bench.accuracy.eval_run import EvalRun, OnProgress, longest
+from llmbench.bench.accuracy.eval_run import EvalRun, OnProgress
 from llmbench.bench.accuracy.model import EvaluatedModel
+from llmbench.bench.accuracy.question_set import longest
 from llmbench.bench.errors import BenchError
-
-if TYPE_CHECKING:
-    from llmbench.bench.accuracy.baseline_store import BaselineStore
 
 
 def evaluate(
@@ -46,7 +44,7 @@ def evaluate(
     """
     if baseline is None:
         return run_eval(prepared, model, folder, settings=settings, on_progress=on_progress)
-    max_length = min(longest(prepared, model), longest(prepared, baseline))
+    max_length = longest(prepared, model, baseline)
     run = EvalRun(prepared, model, max_length=max_length, on_progress=on_progress)
     with contextlib.ExitStack() as stack:
         store = None
@@ -59,40 +57,22 @@ def evaluate(
             store = stack.enter_context(
                 BaselineStore(baseline.identity, root=store_root, limit_bytes=limit)
             )
+        base_run = EvalRun(
+            prepared, baseline, max_length=max_length, store=store, on_progress=on_progress
+        )
+        base_run.check_folder(baseline_folder(folder))  # before the run's own folder names it
         opened = stack.enter_context(run.open(folder, baseline=baseline.name, settings=settings))
-        answers = evaluate_baseline(
-            prepared,
-            baseline,
-            baseline_folder(opened.path),
+        with base_run.open(baseline_folder(opened.path), settings=settings) as base_folder:
+            base_result = base_run.answer(base_folder)
+        baseline.close()  # its memory is the candidate's now
+        answers = BaselineAnswers(
+            name=baseline.name,
+            digest=base_run.digest,
+            items=base_result.items,
             store=store,
-            max_length=max_length,
-            settings=settings,
-            on_progress=on_progress,
+            load_head=baseline.head,
         )
         return run.answer(opened, answers)
-
-
-def evaluate_baseline(
-    prepared: PreparedEval,
-    model: EvaluatedModel,
-    folder: Path,
-    *,
-    store: "BaselineStore | None",
-    max_length: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-    on_progress: OnProgress | None = None,
-) -> BaselineAnswers:
-    """Evaluate a baseline, from the store where it has the answers, and give its memory back.
-
-    With a store, hidden states are put there, and the baseline can serve any number of candidates.
-    """
-    run = EvalRun(prepared, model, max_length=max_length, store=store, on_progress=on_progress)
-    with run.open(folder, settings=settings) as opened:
-        result = run.answer(opened)
-    model.close()
-    return BaselineAnswers(
-        name=model.name, digest=run.digest, items=result.items, store=store, load_head=model.head
-    )
 
 
 def run_eval(
@@ -128,6 +108,14 @@ def check_comparable(baseline: EvaluatedModel, model: EvaluatedModel) -> None:
         error = BenchError(
             f"{model.name} and its baseline {baseline.name} have different tokenizers, so their "
             "distributions over tokens cannot be compared"
+        )
+        error.add_note("leave divergence out with --no-divergence: answers are still compared")
+        raise error
+    sizes = [each.facts.vocab_size for each in (baseline, model) if isinstance(each, EngineModel)]
+    if len(set(sizes)) > 1:  # with the same tokenizer: one head was padded
+        error = BenchError(
+            f"expected the {sizes[0]:,} logits of the baseline {baseline.name}, found "
+            f"{sizes[1]:,} of {model.name}: distributions over them cannot be compared"
         )
         error.add_note("leave divergence out with --no-divergence: answers are still compared")
         raise error

@@ -55,7 +55,8 @@ class ItemRecord:
 
     Attributes:
         key: Digest of the model and of everything that it was asked.
-        gold: Index of the right choice; indices of all true ones; or the target text.
+        gold: Index of the right choice; indices of all true ones; or the target text, or texts
+            of which any is right.
         choices: Texts of the choices, without the delimiter before them.
         loglikelihoods: Of each continuation, nats; one sum for a whole text. NaN where the model
             gave none. None for generated answers.
@@ -77,7 +78,7 @@ class ItemRecord:
     prompt_hash: str
     target_hash: str
     fewshot_ids: tuple[int, ...] = ()
-    gold: int | tuple[int, ...] | str
+    gold: int | tuple[int, ...] | str | tuple[str, ...]
     choices: tuple[str, ...] = ()
     loglikelihoods: tuple[float, ...] | None = None
     is_greedy: tuple[bool, ...] = ()
@@ -164,6 +165,26 @@ def read_items(path: Path) -> list[ItemRecord]:
     """
     records, _ = _read(path)
     return _ordered(records)
+
+
+def id_ranges(doc_ids: Iterable[int]) -> str:
+    """Write ascending numbers as people do: "0-99,103"."""
+    runs: list[list[int]] = []
+    for doc_id in doc_ids:
+        if runs and doc_id == runs[-1][1] + 1:
+            runs[-1][1] = doc_id
+        else:
+            runs.append([doc_id, doc_id])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def read_id_ranges(text: str) -> set[int]:
+    """Read what `id_ranges` wrote."""
+    ids: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        ids.update(range(int(first), int(last or first) + 1))
+    return ids
 
 
 class ItemFile:

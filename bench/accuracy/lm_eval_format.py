@@ -48,6 +48,8 @@ def write_lm_eval(
 ) -> list[Path]:
     """Write a finished run's results and samples beside its own; returns the new files.
 
+    Tasks without a document in this limit or shard, and groups that lack one, are left out.
+
     Raises:
         ResultsError: the folder holds no scores, or not those of `prepared`.
     """
@@ -61,7 +63,8 @@ def write_lm_eval(
     target = folder / _UNSAFE.sub("__", model.name)
     target.mkdir(parents=True, exist_ok=True)
     hashes, written = {}, []
-    for each in prepared.tasks:
+    asked = [each for each in prepared.tasks if each.prompts]
+    for each in asked:
         name = each.task.name
         if name not in tasks:
             raise ResultsError(f"expected a score of {name} in {folder}, found none")
@@ -73,7 +76,7 @@ def write_lm_eval(
         path.write_text("".join(_line(row) for row in rows), encoding="utf-8")
         written.append(path)
     document = {
-        **_scores(prepared, tasks, groups),
+        **_scores(asked, prepared.groups, tasks, groups),
         **_settings(prepared, model),
         "task_hashes": hashes,
     }
@@ -168,12 +171,15 @@ def _target(prompt: "Prompt") -> str:
 
 
 def _scores(
-    prepared: "PreparedEval", tasks: Mapping[str, TaskScore], groups: Mapping[str, GroupScore]
+    asked: "Sequence[PreparedTask]",
+    all_groups: "Sequence[TaskGroup]",
+    tasks: Mapping[str, TaskScore],
+    groups: Mapping[str, GroupScore],
 ) -> dict[str, Any]:
     results: dict[str, dict[str, Any]] = {}
     shots: dict[str, int] = {}
     higher: dict[str, dict[str, bool | None]] = {}
-    for each in prepared.tasks:
+    for each in asked:
         name, score = each.task.name, tasks[each.task.name]
         results[name] = {"name": name, "alias": each.task.alias, "sample_len": score.num_items}
         for key, metric in score.metrics.items():
@@ -182,12 +188,9 @@ def _scores(
         higher[name] = {
             _harness_name(key)[0]: metric.higher_is_better for key, metric in score.metrics.items()
         }
-    group_results = {
-        group.name: _group(group, groups[group.name])
-        for group in prepared.groups
-        if group.name in groups
-    }
-    for group in prepared.groups:  # members before the groups that hold them
+    scored = [group for group in all_groups if group.name in groups]
+    group_results = {group.name: _group(group, groups[group.name]) for group in scored}
+    for group in scored:  # members before the groups that hold them
         found = {shots[member] for member in group.members if member in shots}
         if len(found) == 1:
             shots[group.name] = found.pop()
@@ -197,15 +200,15 @@ def _scores(
                 same = merged.get(metric_name, is_higher) == is_higher
                 merged[metric_name] = is_higher if same else None
         higher[group.name] = merged
-    versions = {each.task.name: each.task.version for each in prepared.tasks}
-    versions |= {group.name: group.version for group in prepared.groups}
+    versions = {each.task.name: each.task.version for each in asked}
+    versions |= {group.name: group.version for group in scored}
     return {
         "results": results | group_results,
         **({"groups": group_results} if group_results else {}),
-        "group_subtasks": {group.name: list(group.members) for group in prepared.groups},
+        "group_subtasks": {group.name: list(group.members) for group in scored},
         "configs": {
             each.task.name: {**each.task.definition, "num_fewshot": each.num_shots}
-            for each in sorted(prepared.tasks, key=lambda each: each.task.name)
+            for each in sorted(asked, key=lambda each: each.task.name)
         },
         "versions": dict(sorted(versions.items())),
         "n-shot": dict(sorted(shots.items())),
@@ -215,7 +218,7 @@ def _scores(
                 "original": each.num_docs,
                 "effective": tasks[each.task.name].num_items,
             }
-            for each in prepared.tasks
+            for each in asked
         },
     }
 

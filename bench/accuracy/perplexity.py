@@ -13,12 +13,11 @@ other: to take each as a draw would promise too much.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmbench.bench.accuracy.intervals import ratio_interval
-from llmbench.bench.accuracy.model import EvaluatedModel
 from llmbench.bench.accuracy.scoring import perplexity
 from llmbench.bench.accuracy.text_windows import TextWindows
 
@@ -102,25 +101,3 @@ def perplexity_of(losses: Sequence[WindowLoss], text: TextWindows) -> Perplexity
         nll=nll,
         **facts,
     )
-
-
-def measure_perplexity(
-    model: EvaluatedModel,
-    text: TextWindows,
-    *,
-    answered: Mapping[int, WindowLoss] | None = None,
-    on_window: Callable[[int, WindowLoss, Perplexity], None] | None = None,
-) -> Perplexity:
-    """Score a text's windows on a model, except those in `answered`.
-
-    `on_window` hears the number of each window as it is done, its loss, and the perplexity so far.
-    """
-    losses = dict(answered or {})
-    missing = [index for index in range(len(text.parts)) if index not in losses]
-    requests = text.requests()
-    for position, (scores, *_) in model.score([requests[index] for index in missing]):
-        loss = WindowLoss(nll=-scores.loglikelihood, num_tokens=len(scores.logprobs))
-        losses[missing[position]] = loss
-        if on_window is not None:
-            on_window(missing[position], loss, perplexity_of(list(losses.values()), text))
-    return perplexity_of([losses[index] for index in sorted(losses)], text)

@@ -20,7 +20,7 @@ from llmbench.bench.accuracy.encoding import Encoder
 from llmbench.bench.accuracy.eval_config import PERPLEXITY
 from llmbench.bench.accuracy.items import ItemDivergence, ItemRecord
 from llmbench.bench.accuracy.model import GenerateRequest
-from llmbench.bench.accuracy.prompts import Prompt
+from llmbench.bench.accuracy.prompts import Gold, Prompt
 from llmbench.bench.accuracy.scoring import (
     ItemScore,
     score_choices,
@@ -74,6 +74,18 @@ class Question:
         """Scored ids, in the item's order."""
         return [self.requests[request].continuations[which] for request, which in self.places]
 
+    @property
+    def num_stored_rows(self) -> int:
+        """Hidden states that a store keeps: those that continuations share are kept once.
+
+        Continuations that differ in their last token alone are predicted from the same states.
+        """
+        return sum(
+            len(prefix) + 1
+            for request in self.requests
+            for prefix in {continuation[:-1] for continuation in request.continuations}
+        )
+
     def key(self, model_digest: str) -> str:
         """Return the key of the answer that the model of this digest gives."""
         text = f"{model_digest} {self.digest}"
@@ -104,6 +116,20 @@ class Question:
         assert self.generate is not None
         return self._filled(key=key, response=cut_at_stops(text, self.generate.until))
 
+    def answered_as(self, other: ItemRecord) -> ItemRecord:
+        """Return the record, from one with the same key: maybe that of an identical document.
+
+        Only the answer is taken over; what tells the documents apart is this one's own.
+        """
+        return self._filled(
+            key=other.key,
+            loglikelihoods=other.loglikelihoods,
+            is_greedy=other.is_greedy,
+            num_tokens=other.num_tokens,
+            response=other.response,
+            divergence=other.divergence,
+        )
+
     def _filled(self, **answer: Any) -> ItemRecord:
         record = dataclasses.replace(self.draft, **answer)
         score = self.worth(record)
@@ -131,9 +157,18 @@ def task_questions(
     where = [f"document {prompt.doc_id} of {task.name}" for prompt in prompts]
     if task.output_type == "multiple_choice":
         pairs = [prompt.pairs for prompt in prompts]
-        for prompt, item in zip(prompts, encoder.items(pairs, where=where), strict=True):
+        shorter = (lambda index, n: prompts[index].shorter(n)) if encoder.drops_shots else None
+        items = encoder.items(pairs, where=where, shorter=shorter)
+        dropped: list[int] = []
+        num_separate = 0
+        for prompt, item in zip(prompts, items, strict=True):
+            dropped.append(item.num_dropped_shots)
+            num_separate += item.num_separate
+            asked = _without_shots(prompt, item.num_dropped_shots)
             requests, places = item.requests()
-            yield _question(task, prompt, worth, item.num_dropped, tuple(requests), tuple(places))
+            yield _question(task, asked, worth, item.num_dropped, tuple(requests), tuple(places))
+        encoder.note_dropped_shots(task.name, dropped)
+        encoder.note_separate(task.name, num_separate)
     elif task.output_type == "loglikelihood_rolling":
         for prompt, place in zip(prompts, where, strict=True):
             yield _whole_text(task, prompt, worth, encoder, place)
@@ -184,7 +219,9 @@ def rule_of(task: Task) -> Worth:
         )
     filters = build_filters([{"name": one.name, "filter": one.steps} for one in task.filters])
     match = ExactMatch.from_metric(task.metric_settings.get("exact_match", {}))
-    return lambda record: score_generation(record.response or "", str(record.gold), filters, match)
+    return lambda record: score_generation(
+        record.response or "", _texts(record.gold), filters, match
+    )
 
 
 def _question(
@@ -260,7 +297,15 @@ def _generations(
     assert settings is not None  # refused when the task is read
     contexts = [prompt.pairs[0][0] for prompt in prompts]
     budget = max_gen_toks or settings.max_gen_toks
-    encoded = encoder.prompts(contexts, budget, where=where)
+
+    def shorter(index: int, num_dropped: int) -> str | None:
+        pairs = prompts[index].shorter(num_dropped)
+        return None if pairs is None else pairs[0][0]
+
+    encoded = encoder.prompts(
+        contexts, budget, where=where, shorter=shorter if encoder.drops_shots else None
+    )
+    encoder.note_dropped_shots(task.name, [made.num_dropped_shots for made in encoded])
     for prompt, made in zip(prompts, encoded, strict=True):
         request = GenerateRequest(
             prompt=made.ids,
@@ -271,12 +316,18 @@ def _generations(
         )
         yield _question(
             task,
-            prompt,
+            _without_shots(prompt, made.num_dropped_shots),
             worth,
             made.num_dropped,
             generate=request,
             is_answer_cut=made.is_cut,
         )
+
+
+def _without_shots(prompt: Prompt, num_dropped: int) -> Prompt:
+    if not num_dropped:
+        return prompt
+    return dataclasses.replace(prompt, fewshot_ids=prompt.fewshot_ids[num_dropped:])
 
 
 def _window_worth(record: ItemRecord) -> ItemScore:
@@ -285,9 +336,14 @@ def _window_worth(record: ItemRecord) -> ItemScore:
     return ItemScore(metrics={}, invalid=invalid)
 
 
-def _indices(gold: int | tuple[int, ...] | str) -> int | tuple[int, ...]:
-    assert not isinstance(gold, str)  # multiple choice
-    return gold
+def _indices(gold: Gold) -> int | tuple[int, ...]:
+    if isinstance(gold, int):
+        return gold
+    return tuple(index for index in gold if isinstance(index, int))  # multiple choice
+
+
+def _texts(gold: Gold) -> str | tuple[str, ...]:
+    return tuple(map(str, gold)) if isinstance(gold, tuple) else str(gold)
 
 
 def _ids_digest(sequences: Sequence[Sequence[int]]) -> str:
