@@ -81,6 +81,15 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
+    @property
+    def files(self) -> list[Path]:
+        """The weight files, in the order of the index."""
+        return [header.path for header in self._headers]
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._entry(name).path
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
         return self._entry(name).shape

@@ -1,6 +1,7 @@
 """Divergence and perplexity equal their definitions, and know when they are zero."""
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +43,7 @@ class LinearHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.largest_call = max(self.largest_call, len(hidden))
-        return hidden @ self.weight.T
+        return hidden.float() @ self.weight.float().T
 
 
 @pytest.fixture
@@ -84,8 +85,7 @@ def test_hidden_states_and_heads_give_what_whole_logits_give(
     assert base.largest_call == head.largest_call == 4
     whole = score_rows(base.logits(base_hidden), head.logits(hidden), torch.arange(ROWS))
     # Products of other sizes may be summed in another order.
-    tolerance = 1e-5 if dtype is torch.float32 else 0.05
-    assert found.kl.tolist() == pytest.approx(whole.kl.tolist(), rel=tolerance)
+    assert found.kl.tolist() == pytest.approx(whole.kl.tolist(), rel=1e-5)
     assert len(found) == ROWS
 
 
@@ -158,6 +158,49 @@ def test_rows_that_do_not_correspond_are_refused() -> None:
     head = LinearHead(torch.zeros(3, 2))
     with pytest.raises(BenchError, match="of 2 targets, found 1 of the base and 2 of"):
         token_divergence(torch.zeros(1, 2), head, torch.zeros(2, 2), head, [0, 1])
+
+
+def test_logits_that_were_rounded_are_refused() -> None:
+    class Narrow(LinearHead):
+        def logits(self, hidden: Tensor) -> Tensor:
+            return super().logits(hidden).bfloat16()
+
+    head = Narrow(torch.zeros(3, 2))
+    with pytest.raises(BenchError, match="expected float32 logits, found bfloat16"):
+        token_divergence(torch.zeros(1, 2), head, torch.zeros(1, 2), head, [0])
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_small_change_of_a_bfloat16_model_is_not_lost_in_its_logits(
+    is_loaded: bool, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, changed = byte_llama(), tmp_path / "changed"
+    shutil.copytree(folder, changed)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    weight = tensors["lm_head.weight"].bfloat16()
+    noise = 1 + 0.01 * torch.randn(weight.shape, generator=generator)
+    tensors["lm_head.weight"] = (weight.float() * noise).bfloat16()
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+
+    base, candidate = (
+        EngineModel(EngineConfig(model=str(path), dtype="bfloat16", kv_cache_memory_bytes=1 << 20))
+        for path in (folder, changed)
+    )
+    if is_loaded:
+        candidate.load()
+    hidden = torch.randn(40, 32, generator=generator).bfloat16()
+    found = token_divergence(hidden, base.head(), hidden, candidate.head(), [0] * len(hidden))
+    candidate.close()
+    log_p, log_q = (
+        (hidden.double() @ each.double().T).log_softmax(-1)
+        for each in (weight, tensors["lm_head.weight"])
+    )
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    assert 1e-6 < float(expected.mean()) < 1e-3
+    assert found.kl.tolist() == pytest.approx(expected.tolist(), rel=1e-3)
 
 
 def test_nothing_scored_is_no_error() -> None:

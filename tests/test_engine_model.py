@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from llmbench.bench.accuracy import model_digest
 from llmbench.bench.accuracy.engine_model import EngineModel, tokenizer_digest
 from llmbench.bench.accuracy.model import EvaluatedModel, GenerateRequest
+from llmbench.bench.accuracy.model_digest import weights_digest
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.scoring import ScoreRequest
+from llmbench.quant.checkpoint import DIGEST_PAGE, Checkpoint
+from llmbench.quant.safetensors_header import read_header
 
 CONTEXT = tuple(range(40, 60))
 CONTINUATIONS = ((70, 71, 72), (70, 71, 90), (33,))
@@ -84,6 +89,130 @@ def test_identity_follows_what_decides_about_a_score(
     for settings in others:
         assert engine_model(folder, **settings).identity != identity
     assert engine_model(byte_llama(1)).identity != identity
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_identity_follows_the_tokens_that_end_an_answer(
+    file: str, byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, other = byte_llama(), tmp_path / "other"
+    shutil.copytree(folder, other)
+    settings = json.loads((other / file).read_bytes())
+    (other / file).write_text(json.dumps(settings | {"eos_token_id": [1, 77]}))
+    before, after = engine_model(folder).identity, engine_model(other).identity
+    assert set(after["end_of_text_ids"]) - set(before["end_of_text_ids"]) == {77}
+
+
+def test_identity_follows_the_tokenizer(
+    byte_llama: Callable[..., Path], byte_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder, other = byte_llama(), tmp_path / "tokenizer"
+    byte_tokenizer(adds_bos=True).save_pretrained(other)
+    model = engine_model(folder)
+    assert model.identity["tokenizer"] == tokenizer_digest(model.tokenizer)
+    assert engine_model(folder, tokenizer=str(other)).identity != model.identity
+
+
+def test_identity_follows_the_seed_of_drawn_weights(byte_llama: Callable[..., Path]) -> None:
+    def identity(seed: int) -> dict[str, Any]:
+        return engine_model(byte_llama(), load_format="dummy", seed=seed).identity
+
+    assert identity(0) == identity(0)
+    assert identity(0) != identity(1)
+    assert identity(0) != engine_model(byte_llama()).identity
+
+
+def flip_byte(path: Path, place: int) -> None:
+    """Change one byte of a file where it lies: path, size and inode stay."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+def middle_of(folder: Path, name: str) -> tuple[Path, int]:
+    """The file of a tensor, and where in it the tensor's middle is."""
+    header = read_header(Checkpoint.open(folder).file(name))
+    entry = header.tensors[name]
+    assert entry.num_bytes > 3 * DIGEST_PAGE
+    return header.path, entry.start + entry.num_bytes // 2
+
+
+@pytest.mark.parametrize("is_remembered", [False, True])
+def test_identity_follows_the_middle_of_a_tensor(
+    is_remembered: bool,
+    byte_llama: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LLMBENCH_CACHE", str(tmp_path / "cache"))
+    if is_remembered:
+        monkeypatch.setattr(model_digest, "REMEMBERED_BYTES", 0)
+    folder = tmp_path / "model"
+    shutil.copytree(byte_llama(), folder)
+    before = engine_model(folder).identity
+    path, place = middle_of(folder, "lm_head.weight")
+    times = path.stat()
+    flip_byte(path, place)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if nothing had been written
+    after = engine_model(folder).identity
+    assert after["model_digest"] != before["model_digest"]
+    flip_byte(path, place)
+    assert engine_model(folder).identity == before
+    assert (tmp_path / "cache" / "eval" / "digests.json").exists() == is_remembered
+
+
+def test_large_file_is_hashed_once_and_announced(
+    byte_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMBENCH_CACHE", str(tmp_path / "cache"))
+    for name in ("REMEMBERED_BYTES", "TOLD_BYTES"):
+        monkeypatch.setattr(model_digest, name, 0)
+    heard: list[str] = []
+    folders = [byte_llama(), byte_llama(1)]
+    first = [weights_digest(folder, on_progress=heard.append) for folder in folders]
+    assert len(heard) == 2
+    assert all(line.startswith("hashing model.safetensors") for line in heard)
+    assert [weights_digest(folder, on_progress=heard.append) for folder in folders] == first
+    assert len(heard) == 2
+
+
+def test_broken_memory_of_digests_is_made_anew(
+    byte_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(model_digest, "REMEMBERED_BYTES", 0)
+    memory = tmp_path / "eval" / "digests.json"
+    memory.parent.mkdir()
+    memory.write_text("{")
+    found = weights_digest(byte_llama())
+    assert list(json.loads(memory.read_bytes())) == [str(byte_llama() / "model.safetensors")]
+    memory.unlink()
+    assert weights_digest(byte_llama()) == found
+
+
+def test_every_shard_enters_the_digest(byte_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "sharded"
+    reference_model(byte_llama()).save_pretrained(folder, max_shard_size="20KB")
+    files = Checkpoint.open(folder).files
+    assert len(files) > 1
+    digests = {weights_digest(folder)}
+    for path in files:
+        flip_byte(path, path.stat().st_size - 2)
+        digests.add(weights_digest(folder))
+    assert len(digests) == len(files) + 1
+
+
+def test_code_that_runs_a_model_enters_its_digest(
+    byte_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(byte_llama(), folder)
+    before = weights_digest(folder, with_code=True)
+    (folder / "modeling_own.py").write_text("SCALE = 2\n")
+    assert weights_digest(folder, with_code=True) != before
+    assert weights_digest(folder) == before
 
 
 def test_identity_is_json(byte_llama: Callable[..., Path]) -> None:

@@ -19,7 +19,7 @@ from llmbench.bench.accuracy.eval_plan import prepare
 from llmbench.bench.accuracy.evaluation import evaluate, run_eval
 from llmbench.bench.accuracy.model import GenerateRequest
 from llmbench.bench.accuracy.server_client import server_root
-from llmbench.bench.accuracy.server_model import ServerModel
+from llmbench.bench.accuracy.server_model import UNSEEN_WEIGHTS, ServerModel
 from llmbench.bench.errors import BenchConfigError, BenchError, TargetError
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.scoring import ContinuationScore, ScoreRequest
@@ -426,7 +426,7 @@ def test_what_may_pass_is_tried_again_and_counted(
     model = connect(serve(before=before))
     found = scores_of(model, ITEMS)
     assert found[1][0].logprobs == pytest.approx(scores_of(engine, ITEMS)[1][0].logprobs, abs=1e-5)
-    (notice,) = model.notices
+    notice = model.notices[-1]
     assert notice == "requests sent again: 3 (HTTP 429: 1, HTTP 503: 1, broken connection: 1)"
 
 
@@ -504,8 +504,14 @@ def test_how_far_the_tokenizer_was_checked_is_told(
             answer.pop("usage", None)
         return answer
 
-    assert told in connect(serve("openai", after=without_usage)).notices[0]
-    assert connect(serve("vllm")).notices == ()
+    assert told in connect(serve("openai", after=without_usage)).notices[1]
+    assert connect(serve("vllm")).notices == (UNSEEN_WEIGHTS,)
+
+
+def test_weights_that_cannot_be_seen_are_told_of_with_every_server(
+    serve: Callable[..., Any], connect: Callable[..., ServerModel]
+) -> None:
+    assert "started again with others under the same name" in connect(serve("vllm")).notices[0]
 
 
 def test_server_of_texts_that_counts_no_tokens_is_refused(

@@ -7,8 +7,11 @@ never stored. Unlike accuracy it moves before answers do, and unlike perplexity 
 by accident.
 
 A final hidden state and the head determine the whole distribution, so a stored hidden state
-gives an exact KL years later, at a fraction of a distribution's size. Sums run in float64: for a
-good candidate the divergence is a small difference of large logarithms.
+gives an exact KL years later, at a fraction of a distribution's size. For a good candidate the
+divergence is a small difference of large logarithms: heads multiply in float32, whatever type
+the models compute in, since logits rounded to bfloat16 alone make a KL of 1e-4 nats, and sums run
+in float64. Scores of tasks use the type of computation, so the log-probabilities here differ from
+theirs by that rounding.
 
 A token that one model excludes (logit -inf) has probability 0. Where only the base excludes it,
 it adds nothing (0 log 0 = 0); where only the candidate does, the divergence is infinite, and is
@@ -41,7 +44,7 @@ class HasLogits(Protocol):
     """What turns final hidden states into logits: a model's head, or a whole model."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] of final hidden states [R, H]."""
+        """Logits [R, V], float32 or wider, of final hidden states [R, H]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,8 @@ def token_divergence(
     The hidden sizes may differ, the vocabulary may not. Holds LOGIT_ROWS rows of logits a model.
 
     Raises:
-        BenchError: rows or vocabularies do not correspond.
+        BenchError: rows or vocabularies do not correspond, or a head gives logits of less than
+            float32.
     """
     targets = torch.as_tensor(targets, dtype=torch.int64)
     if not len(base_hidden) == len(hidden) == len(targets):
@@ -89,11 +93,23 @@ def token_divergence(
     return _concatenate(
         [
             score_rows(
-                base_head.logits(base_hidden[rows]), head.logits(hidden[rows]), targets[rows]
+                _wide_logits(base_head, base_hidden[rows]),
+                _wide_logits(head, hidden[rows]),
+                targets[rows],
             )
             for rows in row_slices(len(targets), LOGIT_ROWS)
         ]
     )
+
+
+def _wide_logits(head: HasLogits, hidden: Tensor) -> Tensor:
+    logits = head.logits(hidden)
+    if logits.dtype not in (torch.float32, torch.float64):
+        raise BenchError(
+            f"expected float32 logits, found {str(logits.dtype).removeprefix('torch.')}: their "
+            "rounding is larger than a small divergence"
+        )
+    return logits
 
 
 @torch.inference_mode()

@@ -2,9 +2,10 @@
 
 Weights are read when the first question without an answer comes: who the model is, how it cuts
 text into tokens and how long it reads is known from its files, so a run that finds everything
-answered loads nothing. The identity names what decides about a logit: the checkpoint, the type
-and kernels it is computed with, the KV cache's type and the engine's very sources. Batch size,
-threads and cache sizes are not part of it; in bfloat16 they may move the last bit of a score.
+answered loads nothing. The identity names what decides about an answer: every byte of the
+checkpoint's weights, the type and kernels it is computed with, the KV cache's type, the tokenizer
+and the tokens that end an answer, and the engine's very sources. Batch size, threads and cache
+sizes are not part of it; in bfloat16 they may move the last bit of a score.
 """
 
 import functools
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmbench.bench.accuracy.model import GenerateRequest
+from llmbench.bench.accuracy.model_digest import dummy_digest, weights_digest
 from llmbench.bench.environment import cpu_facts, gpu_facts, package_versions
 from llmbench.bench.errors import BenchError
 from llmbench.bench.model_facts import read_model_facts
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.models.hf_config import load_hf_config
 from llmbench.engine.models.source import resolve_folder
-from llmbench.engine.models.tokenizer import load_tokenizer
+from llmbench.engine.models.tokenizer import end_of_text_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,16 +71,25 @@ class EngineModel:
         if self.config.tokenizer is not None:
             other = resolve_folder(self.config.tokenizer, with_weights=False)
             return load_tokenizer(other, None, trust_remote_code=trust)
-        hf_config = load_hf_config(self.folder, trust_remote_code=trust)
-        return load_tokenizer(self.folder, hf_config, trust_remote_code=trust)
+        return load_tokenizer(self.folder, self._hf_config, trust_remote_code=trust)
+
+    @functools.cached_property
+    def _hf_config(self) -> Any:
+        return load_hf_config(self.folder, trust_remote_code=self.config.trust_remote_code)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """All that an answer may depend on besides the request."""
+        """All that an answer may depend on besides the request.
+
+        Hashes the weight files, which takes a second a gigabyte unless it is remembered.
+        """
         config, facts = self.config, self.facts
+        ends = end_of_text_ids(self.folder, self._hf_config, self.tokenizer)
         return {
             "kind": "engine",
-            "model_digest": facts.digest or _dummy_digest(self.folder, config.seed),
+            "model_digest": self._weights_digest(),
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "end_of_text_ids": sorted(ends),
             "quantization": facts.quantization,
             "dtype": facts.dtype,
             "kv_cache_dtype": config.kv_cache_dtype,
@@ -127,12 +138,16 @@ class EngineModel:
             yield index, answer.text
 
     def head(self) -> "Head":
-        """What turns a final hidden state into logits: the loaded model's, else read alone."""
-        from llmbench.engine.models.head import head_of, load_head
+        """What turns a final hidden state into float32 logits, for divergence.
 
-        if self._scoring is not None:
-            return head_of(self._scoring.core.loaded)
-        return load_head(self.config)
+        Scores come from the type of computation. In bfloat16 it rounds logits to 8 bits, more
+        than a good candidate differs from its base, so distances are measured on finer ones.
+        Shares the loaded model's weights where it can, else reads the head alone.
+        """
+        from llmbench.engine.models.head import load_float32_head
+
+        loaded = None if self._scoring is None else self._scoring.core.loaded
+        return load_float32_head(self.config, loaded)
 
     def close(self) -> None:
         """Give the memory back; a later question loads the weights again."""
@@ -164,6 +179,15 @@ class EngineModel:
             stop_token_ids=tuple(specials[stop] for stop in request.until if stop in specials),
         )
 
+    def _weights_digest(self) -> str:
+        if self.facts.digest is None:
+            return dummy_digest(self.folder, self.config.seed)
+        return weights_digest(
+            self.folder,
+            with_code=self.config.trust_remote_code,
+            on_progress=self._on_progress,
+        )
+
     def _kernels(self) -> str:
         """Which kernels the engine takes; without loading it, so by what its choice depends on."""
         if self.config.compile is False:
@@ -190,12 +214,6 @@ def _device_name(config: EngineConfig) -> str:
     if config.device != "cpu" and (gpus := gpu_facts()):
         return str(gpus[0]["name"])
     return str(cpu_facts()["model"] or platform.machine())
-
-
-def _dummy_digest(folder: Path, seed: int) -> str:
-    """Stand in for the digest of weights that are drawn from a config and a seed."""
-    content = (folder / "config.json").read_bytes()
-    return hashlib.sha256(content + f" drawn with seed {seed}".encode()).hexdigest()
 
 
 @functools.cache

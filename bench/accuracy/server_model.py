@@ -7,7 +7,7 @@ when the first score is asked for, or before anything is asked with `check_score
 
 What stays unknown behind a URL: weights, their precision and the kernels. The identity of an
 answer is therefore as much as the server tells, and a server that was restarted with other weights
-under the same name looks the same.
+under the same name looks the same, which the notices say.
 """
 
 import math
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 _NEUTRAL = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _NEUTRAL_EXTENSIONS = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
 """Of vLLM and SGLang."""
+UNSEEN_WEIGHTS = (
+    "a server does not show its weights: one that is started again with others under the same "
+    "name cannot be told from the first, and a folder of results would mix the two"
+)
 _LONGEST_BELIEVED = 10**7  # tokenizers without a limit say 10^30
 
 
@@ -148,7 +152,7 @@ class ServerModel:
     @property
     def notices(self) -> tuple[str, ...]:
         """What a reader of the results should know, as sentences; repeats so far included."""
-        found = []
+        found = [UNSEEN_WEIGHTS]
         if self._tokenizer_check != "ids":
             how = {"count": "only by its count of tokens", "unchecked": "not at all"}
             found.append(

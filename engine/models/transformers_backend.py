@@ -8,7 +8,9 @@ only after hf_probe.py has seen it compute, in pieces and in company, what it co
 """
 
 import copy
+import functools
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,18 @@ from llmbench.engine.batch import ForwardBatch
 from llmbench.engine.config import KVCacheDType
 from llmbench.engine.device import check_fits, zeros
 from llmbench.engine.errors import CheckpointError, EngineError, UnsupportedModelError
+from llmbench.engine.layers.output_head import Float32Linear
 from llmbench.engine.memory import int8_row_bytes, kv_row_bytes
 from llmbench.engine.models import hf_attention
 from llmbench.engine.models.families import text_config
 from llmbench.engine.models.hf_attention import ATTENTION, Step, attention_step
 from llmbench.engine.models.hf_probe import probe
-from llmbench.engine.models.hf_quantized import quantized_loading, quantized_modules
+from llmbench.engine.models.hf_quantized import (
+    QuantizedModule,
+    quantized_loading,
+    quantized_modules,
+)
+from llmbench.engine.models.linear_weights import StoredWeight
 from llmbench.engine.models.quantized import CheckpointWeights
 from llmbench.engine.models.rope_tables import fix_model_length
 
@@ -80,6 +88,27 @@ class _Replay(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_decoder"][0], name)
+
+
+class _Float32Layer(torch.nn.Module):
+    """Stands in an output layer's place and multiplies the same weight in float32."""
+
+    def __init__(self, layer: torch.nn.Module, stored: CheckpointWeights | None) -> None:
+        super().__init__()
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, Tensor)
+        assert bias is None or isinstance(bias, Tensor)
+        self.weight = weight  # modelling code asks it for its type
+        part: StoredWeight = weight
+        if isinstance(layer, QuantizedModule):
+            assert stored is not None, "only a checkpoint holds quantized layers"
+            part = stored.get(f"{layer.source}.weight")
+            part = part.to(weight.device)
+        self._linear = Float32Linear((part,), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., V] float32."""
+        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 class TransformersModel:
@@ -155,9 +184,21 @@ class TransformersModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [L, V] of rows [L, H] of `forward`'s result."""
+        return self._logits(self._head, hidden)
+
+    def float32_logits(self, stored: CheckpointWeights | None) -> Callable[[Tensor], Tensor]:
+        """`compute_logits` with the output layer, and all behind it, in float32.
+
+        `stored` is the checkpoint, from which a quantized layer's codes are read again.
+        """
+        layer = self.causal_lm.get_output_embeddings()
+        wide = _with_module(self._head, layer, _Float32Layer(layer, stored))
+        return functools.partial(self._logits, wide)
+
+    def _logits(self, head: torch.nn.Module, hidden: Tensor) -> Tensor:
         self._replay.output = self._output_class(last_hidden_state=hidden[None])
         rows = torch.zeros((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device)
-        logits: Tensor = self._head(input_ids=rows, use_cache=False).logits[0]
+        logits: Tensor = head(input_ids=rows, use_cache=False).logits[0]
         self._replay.output = None
         return logits
 
