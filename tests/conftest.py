@@ -11,6 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# No test asserts a time: a machine with other work would fail it.
+settings.register_profile("llmbench", deadline=None)
+settings.load_profile("llmbench")
 
 # Tiny models lose more to threads than they gain, and tests may run beside other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -291,6 +291,15 @@ def test_warmups_share_no_prefix_with_the_workload() -> None:
     assert all(spec.max_tokens == WARMUP_TOKENS for spec in warmups)
 
 
+@pytest.fixture
+def raising_interrupt() -> Iterator[None]:
+    """Python's own handler: a test run in the background of a shell starts with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("raising_interrupt")
 def test_first_interrupt_is_kept_and_the_second_raised() -> None:
     with deferred_interrupt() as interrupted:
         os.kill(os.getpid(), signal.SIGINT)
