@@ -13,7 +13,9 @@ from llmbench.bench.accuracy.items import (
     ItemDivergence,
     ItemFile,
     ItemRecord,
+    id_ranges,
     items_path,
+    read_id_ranges,
     read_items,
 )
 from llmbench.bench.errors import ResultsError
@@ -159,3 +161,12 @@ def test_a_damaged_file_is_refused_with_the_line(tmp_path: Path, line: str, prob
 
 def test_no_file_is_no_items(tmp_path: Path) -> None:
     assert read_items(tmp_path / "items-none.jsonl") == []
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_of_documents_come_back_as_they_were(doc_ids: set[int]) -> None:
+    assert read_id_ranges(id_ranges(sorted(doc_ids))) == doc_ids
+
+
+def test_ranges_are_as_short_as_people_write_them() -> None:
+    assert id_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
