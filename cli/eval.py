@@ -31,7 +31,6 @@ from llmbench.cli.options import (
     OutputFolder,
     Quiet,
     SectionedCommand,
-    SettingsError,
     Verbose,
     config_from,
     examples,
@@ -79,6 +78,7 @@ def eval_command(
     seed: v.FewshotSeed = EVAL.seed,
     shard: v.Shard = None,
     apply_chat_template: v.ApplyChatTemplate = EVAL.apply_chat_template,
+    chat_template: v.ChatTemplate = EVAL.chat_template,
     system_instruction: v.SystemInstruction = EVAL.system_instruction,
     fewshot_as_multiturn: v.FewshotAsMultiturn = EVAL.fewshot_as_multiturn,
     add_bos: v.AddBOS = EVAL.add_bos,
@@ -291,8 +291,7 @@ def _run_harness(
     """Let lm-eval itself ask, on our engine."""
     from llmbench.bench.accuracy.lm_eval_model import evaluate_with_lm_eval
 
-    if not (config.limits is None or isinstance(config.limits, int)):
-        raise SettingsError("--backend lm-eval takes one --limit for all tasks")
+    assert config.limits is None or isinstance(config.limits, int)  # refused by `check_flags`
     result = evaluate_with_lm_eval(
         model,
         config.tasks,
@@ -302,6 +301,7 @@ def _run_harness(
         include=config.include,
         seed=config.seed,
         apply_chat_template=config.apply_chat_template,
+        chat_template=config.chat_template,
         system_instruction=config.system_instruction,
         fewshot_as_multiturn=config.fewshot_as_multiturn,
         add_bos=config.add_bos,

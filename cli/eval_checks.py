@@ -16,6 +16,7 @@ import typer
 
 from llmbench.bench.accuracy.eval_config import PERPLEXITY
 from llmbench.bench.accuracy.text_source import WIKITEXT2_NAMES
+from llmbench.cli.eval_options import limits_of
 from llmbench.cli.options import SettingsError
 from llmbench.cli.unused_flags import was_given
 from llmbench.engine.config import EngineConfig
@@ -23,14 +24,18 @@ from llmbench.engine.config import EngineConfig
 TEXT_FLAGS = ("protocol", "window", "stride", "joiner")
 BASELINE_FLAGS = ("baseline_args", "cache_limit", "divergence")
 NOT_LM_EVAL = (
+    "dry_run",
     "baseline",
+    *BASELINE_FLAGS,
     "samples",
     "samples_file",
     "text",
+    *TEXT_FLAGS,
     "shard",
     "on_overflow",
     "max_gen_toks",
     "base_url",
+    "format",
 )
 """What the harness itself cannot be asked for."""
 
@@ -50,6 +55,8 @@ def check_flags(ctx: typer.Context) -> None:
         raise error
     if values["backend"] == "lm-eval":
         _check_harness(ctx)
+    if was_given(ctx, "chat_template") and not values["apply_chat_template"]:
+        raise SettingsError("--chat-template has no effect without --apply-chat-template")
     _refuse_idle(ctx, TEXT_FLAGS, "text", "--text")
     _refuse_idle(ctx, BASELINE_FLAGS, "baseline", "--baseline")
     if was_given(ctx, "stride") and values["protocol"] != "strided":
@@ -117,10 +124,15 @@ def _check_server(ctx: typer.Context) -> None:
 
 
 def _check_harness(ctx: typer.Context) -> None:
+    values = ctx.params
     flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
     for name in NOT_LM_EVAL:
         if was_given(ctx, name):
             raise SettingsError(f"{flags[name]} is not for --backend lm-eval")
+    if isinstance(limits_of(values["limit"]), Mapping):
+        raise SettingsError("--backend lm-eval takes one number for all tasks (--limit)")
+    if PERPLEXITY in values["tasks"].split(","):
+        raise SettingsError(f"lm-eval has no task {PERPLEXITY}; ours needs --backend engine")
     if importlib.util.find_spec("lm_eval") is None:
         error = SettingsError("--backend lm-eval needs lm-evaluation-harness, which is missing")
         error.add_note("pip install 'llmbench[lm-eval]'")

@@ -165,6 +165,15 @@ ApplyChatTemplate = Annotated[
     bool,
     option(PROMPTS, "--apply-chat-template", help="Put prompts into the model's chat template."),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    option(
+        PROMPTS,
+        "--chat-template",
+        help="Name of one of the tokenizer's several templates, for --apply-chat-template.",
+        metavar="NAME",
+    ),
+]
 SystemInstruction = Annotated[
     str | None, option(PROMPTS, "--system-instruction", help="Said before everything else.")
 ]
@@ -182,7 +191,11 @@ AddBOS = Annotated[
 ]
 OnOverflowOption = Annotated[
     OnOverflow,
-    option(PROMPTS, "--on-overflow", help="Cut what is too long from the left, or refuse it."),
+    option(
+        PROMPTS,
+        "--on-overflow",
+        help="Cut what is too long from the left, leave out whole examples first, or refuse it.",
+    ),
 ]
 MaxLength = Annotated[
     int | None,

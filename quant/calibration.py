@@ -279,7 +279,8 @@ def _read_rows(path: Path) -> list[Any]:
             raise CalibrationError(f"{path} holds a JSON {type(rows).__name__}, expected a list")
         return rows
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(): that also cuts at U+2028 and U+0085, which JSON texts may hold.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))

@@ -10,7 +10,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmbench.bench.accuracy.aggregate import MAX_TIED_SHARE
+from llmbench.bench.accuracy.aggregate import has_many_ties
 from llmbench.reports.format import NULL, counted, number, percent
 from llmbench.reports.tables import Table, text_column
 
@@ -76,7 +76,7 @@ def decisive_flags(scores: Record) -> list[str]:
         if group["num_invalid"]:
             num = f"{group['num_invalid']:,} of {group['num_items']:,}"
             flags.append(f"{family}: {num} items could not be scored")
-        if group["num_tied"] > MAX_TIED_SHARE * num_valid:
+        if has_many_ties(group["num_tied"], num_valid):
             flags.append(f"{family}: {group['num_tied']:,} of {num_valid:,} items are ties")
     text = scores.get(PERPLEXITY)
     if text is not None and text["reason"] is not None:

@@ -120,6 +120,14 @@ def test_unusable_rows_are_named(
     assert words in str(caught.value)
 
 
+def test_line_separators_inside_a_row_end_no_row(
+    tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a\u2028b\u0085c, long enough"}\n', encoding="utf-8")
+    assert len(load(path, byte_tokenizer(), samples=1).samples) == 1
+
+
 def test_missing_file_is_named(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
     with pytest.raises(CalibrationError, match="does not exist"):
         load(tmp_path / "absent.txt", byte_tokenizer())

@@ -192,6 +192,24 @@ def test_tokenizer_without_a_template_is_refused(byte_tokenizer: Callable[..., A
         Chat(tokenizer=byte_tokenizer())
 
 
+def test_named_template_is_the_one_that_is_applied(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "short": "{{ messages[0].content }}!"}
+    chat = Chat(tokenizer=tokenizer, template="short")
+    assert chat.render([Message("user", "hi")], is_begun=False) == "hi!"
+    assert chat.digest != Chat(tokenizer=tokenizer).digest
+
+
+def test_unknown_name_of_a_template_is_refused(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer(chat_template=TEMPLATE)
+    with pytest.raises(BenchConfigError, match="no chat template named short"):
+        Chat(tokenizer=tokenizer, template="short")
+    tokenizer.chat_template = {"default": TEMPLATE}
+    with pytest.raises(BenchConfigError, match="no chat template named short") as refused:
+        Chat(tokenizer=tokenizer, template="short")
+    assert refused.value.__notes__ == ["it has default (--chat-template)"]
+
+
 def test_digest_tells_what_stands_around_a_prompt(byte_tokenizer: Callable[..., Any]) -> None:
     tokenizer = byte_tokenizer(chat_template=TEMPLATE)
     chats = [

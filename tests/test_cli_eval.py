@@ -126,7 +126,23 @@ def own(tmp_path: Path, example: str) -> Path:
             ["--tasks", "a", "--base-url", "http://x", "--tokenizer", ".", "--dtype", "float32"],
             "--dtype has no effect with --base-url",
         ),
-        (["--tasks", "a", "--backend", "lm-eval", "--samples", "2"], "--samples is not for"),
+        *(
+            (["--tasks", "a", "--backend", "lm-eval", *flags], f"{flags[0]} is not for")
+            for flags in (
+                ["--samples", "2"],
+                ["--dry-run"],
+                ["--format", "lm-eval"],
+                ["--baseline", "b"],
+                ["--divergence"],
+                ["--protocol", "gptq"],
+                ["--shard", "1/2"],
+                ["--on-overflow", "error"],
+                ["--max-gen-toks", "3"],
+            )
+        ),
+        (["--tasks", "a", "--backend", "lm-eval", "--limit", "a=5"], "one number for all tasks"),
+        (["--tasks", "perplexity", "--backend", "lm-eval"], "lm-eval has no task perplexity"),
+        (["--tasks", "a", "--chat-template", "x"], "no effect without --apply-chat-template"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -381,11 +397,11 @@ def test_scores_that_cannot_be_relied_on_are_exit_code_4(
 ) -> None:
     # Every token repeats itself, whatever stands before: all choices of one length are ties.
     folder = scripted_llama({}, vocab_size=258, tokenizer=byte_tokenizer())
-    rows = [{"country": "X", "choices": ["aa", "bb", "cc"], "answer": 0}] * 3
+    rows = [{"country": "X", "choices": ["aa", "bb", "cc"], "answer": 0}] * 30
     content = "".join(json.dumps(row) + "\n" for row in rows)
     (own / "capitals.jsonl").write_text(content, encoding="utf-8")
     assert run(folder, own, tmp_path / "out", "--num-fewshot", "0") == 4
-    assert "Not to be relied on: capitals: 3 of 3 items are ties" in capfd.readouterr().out
+    assert "Not to be relied on: capitals: 30 of 30 items are ties" in capfd.readouterr().out
 
 
 def test_server_is_asked_and_compared_by_its_answers(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,9 +37,10 @@ class KnownTasks:
     """The harness's list of tasks."""
 
     all_tasks = ("piqa", "mine")
+    latest: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+        KnownTasks.latest = settings
 
 
 def evaluate_nothing(**settings: Any) -> dict[str, Any]:
@@ -213,6 +214,31 @@ def test_task_without_local_files_is_refused(
     with pytest.raises(BenchError, match="expected a task with local files, found `glue`"):
         adapter.evaluate_with_lm_eval(model, ["glue"], data_dir=tmp_path)
     assert sys.modules["evaluate.config"].HF_EVALUATE_OFFLINE is False
+
+
+def test_task_file_of_ones_own_may_be_named_by_itself(
+    adapter: Any, model: CountingModel, tmp_path: Path
+) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text("task: mine\ndoc_to_text: !function utils.text\n")
+    for include in (file, tmp_path):
+        found = adapter.evaluate_with_lm_eval(model, ["mine"], data_dir=tmp_path, include=[include])
+        assert found["settings"]["tasks"] == ["mine"]
+        assert adapter.lm_eval.tasks.TaskManager.latest["include_path"][0] == str(tmp_path)
+
+
+def test_named_template_is_the_one_that_is_applied(
+    adapter: Any, byte_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATE, "short": "{{ messages[0].content }}!"}
+    lm = adapter.LlmbenchLM(model=CountingModel(tokenizer), template="short")
+    assert lm.apply_chat_template([{"role": "user", "content": "u"}]) == "u!"
+    assert lm.chat_template(True) == "{{ messages[0].content }}!"
+    with pytest.raises(BenchConfigError, match="no chat template named long"):
+        adapter.evaluate_with_lm_eval(
+            lm.model, ["piqa"], apply_chat_template=True, chat_template="long"
+        )
 
 
 def test_local_tasks_are_sent_to_their_files(

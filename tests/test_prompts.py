@@ -259,6 +259,20 @@ def test_gold_is_told_by_index_or_text(
     assert prompt.gold == gold
 
 
+def test_digit_that_is_no_number_is_a_text(own: Callable[..., list[Prompt]]) -> None:
+    (prompt,) = own([{"q": "?", "c": ["\u00b9", "\u00b2"], "a": "\u00b2"}])
+    assert prompt.gold == 1
+
+
+def test_prompt_can_be_had_with_fewer_shots(own: Callable[..., list[Prompt]]) -> None:
+    rows = [{"q": f"{n}?", "c": ["x", "y"], "a": n % 2} for n in range(3)]
+    prompts = own(rows, OWN_TASK + "fewshot_config: {sampler: first_n}\n", num_fewshot=2)
+    assert prompts[2].shorter(0) == prompts[2].pairs
+    assert prompts[2].shorter(1) == (("1? y\n\n2?", " x"), ("1? y\n\n2?", " y"))
+    assert prompts[2].shorter(2) == (("2?", " x"), ("2?", " y"))
+    assert prompts[2].shorter(3) is None
+
+
 def test_shots_are_built_of_question_delimiter_and_answer(
     own: Callable[..., list[Prompt]],
 ) -> None:

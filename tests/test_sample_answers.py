@@ -74,6 +74,16 @@ def test_more_samples_than_prompts_are_refused_with_the_way_out() -> None:
     assert "--samples-file" in refusal.value.__notes__[0]
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85"])
+def test_line_separators_inside_a_prompt_end_no_line(tmp_path: Path, character: str) -> None:
+    path = tmp_path / "own.jsonl"
+    texts = [f"one{character}two", "three"]
+    rows = [dumps({"prompt": text}) for text in texts]
+    assert character in rows[0]
+    path.write_text("\r\n".join(rows), encoding="utf-8", newline="")
+    assert [prompt.text for prompt in read_prompts(path)] == texts
+
+
 def test_own_prompts_are_read_in_order(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "왜?", "language": "ko"}\n\n{"prompt": "Why?", "name": "w"}\n')

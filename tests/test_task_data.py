@@ -4,6 +4,7 @@ import bz2
 import gzip
 import hashlib
 import json
+import lzma
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,22 @@ def test_fields_stand_in_one_order_in_all_rows(tmp_path: Path) -> None:
     first, second = read_data_file(path).rows
     assert list(first) == list(second) == ["a", "b"]
     assert list(second["a"].items()) == [("x", 6), ("y", 5)]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
+)
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_damaged_compressed_file_is_named(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes], damage: str
+) -> None:
+    path = tmp_path / f"t.jsonl.{suffix}"
+    whole = compress(lines(ROWS) * 50)
+    middle = len(whole) // 2
+    broken = whole[:middle] + (b"" if damage == "cut" else b"\xff" * 8 + whole[middle + 8 :])
+    path.write_bytes(broken)
+    with pytest.raises(WorkloadError, match=f"cannot read .*t.jsonl.{suffix}: "):
+        read_data_file(path)
 
 
 def test_changed_file_is_read_again(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 How a number is made, and what stands beside it, is in `metric_scores`. Items that could not be
 scored are left out and counted; ties are counted; a score with any of the first, or more than a
-tenth of the second, is flagged: a model that answers everything alike gets full marks wherever the
-right choice is the first.
+tenth of the second among enough items, is flagged: a model that answers everything alike gets full marks
+wherever the right choice is the first.
 
 A group has two means, and they differ by points (MMLU: 0.83 or 0.50 of the same answers): over
 *items*, where every question counts alike, and over *tasks*, where every member does. Both are
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from llmbench.bench.accuracy.task import Task, TaskGroup
 
 MAX_TIED_SHARE = 0.1
+MIN_TIED_ITEMS = 30
+"""From here on a share of ties says something; bfloat16 logits tie exactly now and then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,11 @@ class GroupScore:
         for name in ("members", "tasks", "flags"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
+
+
+def has_many_ties(num_tied: int, num_valid: int) -> bool:
+    """Whether so many of enough items are ties that their score cannot be relied on."""
+    return num_valid >= MIN_TIED_ITEMS and num_tied > MAX_TIED_SHARE * num_valid
 
 
 def score_task(task: "Task", items: "Sequence[ItemRecord]") -> TaskScore:
@@ -198,7 +205,7 @@ def _flags(score: TaskScore, items: "Sequence[ItemRecord]") -> tuple[str, ...]:
             f"{score.num_invalid} of {score.num_items} items could not be scored, first: {reason}"
         )
     num_valid = score.num_items - score.num_invalid
-    if num_valid and score.num_tied > MAX_TIED_SHARE * num_valid:
+    if has_many_ties(score.num_tied, num_valid):
         flags.append(f"{score.num_tied} of {num_valid} items are ties; the first choice was taken")
     return tuple(flags)
 

@@ -94,12 +94,25 @@ class Chat:
     has_dropped_system: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self._refuse_unknown_name()
         try:
             self._template_text = str(self.tokenizer.get_chat_template(self.template))
         except (ValueError, AttributeError) as error:
             refusal = BenchConfigError(f"no chat template to apply: {error}")
             refusal.add_note("leave --apply-chat-template out for a model without one")
             raise refusal from error
+
+    def _refuse_unknown_name(self) -> None:
+        """transformers takes a name that it does not know for a template, and asks just that."""
+        if self.template is None or "{" in self.template:
+            return
+        has = getattr(self.tokenizer, "chat_template", None)
+        names = sorted(has) if isinstance(has, dict) else []
+        if self.template not in names:
+            refusal = BenchConfigError(f"the tokenizer has no chat template named {self.template}")
+            known = f"it has {', '.join(names)}" if names else "its templates have no names"
+            refusal.add_note(f"{known} (--chat-template)")
+            raise refusal
 
     @property
     def digest(self) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import lzma
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,7 +56,7 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> DataFile:
         suffixes = path.suffixes
         opener = _OPENERS.get(suffixes[-1]) if suffixes else None
         data = opener(raw) if opener else raw
-    except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
         raise WorkloadError(f"cannot read {path}: {error}") from error
     kind = next((suffix for suffix in reversed(suffixes) if suffix not in _OPENERS), "")
     if kind not in KINDS:

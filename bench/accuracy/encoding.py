@@ -9,7 +9,7 @@ scored behind the *prefix token*: BOS, or EOS in a vocabulary that has none.
 Three things go wrong in such rules, and each is looked after here:
 
 - A token may span the join, so that no ids are left for the continuation ("Ans" + "wer" is one
-  token). It is then tokenized alone, and counted.
+  token). It is then tokenized alone, counted, and said (`note_separate`).
 - A tokenizer that adds BOS meets a text that has one, from a chat template. Two BOS cost points,
   so every text has exactly one (`TextIds`): whole texts too, where the harness scores them behind
   two of them if the tokenizer adds its own.
@@ -17,6 +17,7 @@ Three things go wrong in such rules, and each is looked after here:
   counted, or refused, or whole shots are left out first (`Shorter`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -103,7 +104,7 @@ class Encoder:
 
     Attributes:
         prefix_id: What a text without a context is scored behind.
-        notices: What the tokenizer does that a reader of the scores should know.
+        drops_shots: Whether whole shots are to be left out of what is too long.
     """
 
     def __init__(
@@ -113,21 +114,43 @@ class Encoder:
         *,
         add_bos: bool | None = None,
         on_overflow: "OnOverflow" = "truncate",
-        bos_each_window: bool = False,
     ) -> None:
-        """`add_bos` None leaves BOS to the tokenizer; `bos_each_window` is for whole texts.
+        """`add_bos` None leaves BOS to the tokenizer.
 
         Raises:
             BenchConfigError: a tokenizer without BOS and EOS, or a length that holds nothing.
         """
-        if max_length < 1 + bos_each_window:
+        if max_length < 1:
             raise BenchConfigError(f"max_length {max_length} leaves no token to score")
         self._ids = TextIds(tokenizer, add_bos=add_bos)
         self._max_length = max_length
         self._on_overflow = on_overflow
-        self._bos_each_window = bos_each_window
+        self.drops_shots = on_overflow == "drop-shots"
         self.prefix_id = self._ids.prefix_id
-        self.notices = self._ids.notices
+        self._noted: dict[tuple[str, str], str] = {}
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What tokenizer and lengths do that a reader of the scores should know."""
+        return (*self._ids.notices, *self._noted.values())
+
+    def note_dropped_shots(self, task: str, counts: Sequence[int]) -> None:
+        """Take down how many shots were left out of each item of a task."""
+        fewer = sorted(Counter(count for count in counts if count).items())
+        if fewer:
+            told = ", ".join(f"{items} without {shots}" for shots, items in fewer)
+            self._noted["dropped", task] = (
+                f"{task}: {sum(items for _, items in fewer)} of {len(counts)} prompts lost their "
+                f"first shots, to fit in {self._max_length} tokens: {told}"
+            )
+
+    def note_separate(self, task: str, count: int) -> None:
+        """Take down how many continuations of a task were tokenized alone."""
+        if count:
+            self._noted["separate", task] = (
+                f"{task}: {count} continuations were tokenized alone, since a token spans their "
+                f"beginning and their context's end"
+            )
 
     def pair(self, context: str, continuation: str, *, where: str = "a request") -> EncodedPair:
         """Encode one continuation behind its context; `where` is named in errors.
@@ -171,9 +194,8 @@ class Encoder:
         """Cut a whole text into windows in which each of its tokens is scored exactly once.
 
         The first stands behind the prefix token, every later one behind the one token before it;
-        the last is filled up with earlier tokens as context. With `bos_each_window` later windows
-        begin with the prefix token too. No windows for a text without tokens. Nothing is lost of
-        a long text, so none is refused.
+        the last is filled up with earlier tokens as context. No windows for a text without
+        tokens. Nothing is lost of a long text, so none is refused.
         """
         ids = self._ids.encode([text], special=False)[0]
         if ids[:1] == (self.prefix_id,):
@@ -280,13 +302,11 @@ class Encoder:
         first = ids[: self._max_length]
         if first:
             yield EncodedPair(context_ids=prefix, continuation_ids=first)
-        lead = prefix if self._bos_each_window else ()
-        size = self._max_length - len(lead)  # ids read besides the lead
         start = len(first)
         while start < len(ids):
-            end = min(start + size, len(ids))
-            context = ids[max(0, end - size - 1) : start]
-            yield EncodedPair(context_ids=lead + context, continuation_ids=ids[start:end])
+            end = min(start + self._max_length, len(ids))
+            context = ids[max(0, end - self._max_length - 1) : start]
+            yield EncodedPair(context_ids=context, continuation_ids=ids[start:end])
             start = end
 
     def _joined(self, pairs: Pairs) -> Iterator[EncodedPair]:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from llmbench.bench.errors import BenchConfigError
 
-OnOverflow = Literal["truncate", "error"]
+OnOverflow = Literal["truncate", "drop-shots", "error"]
 PerplexityProtocol = Literal["gptq", "llamacpp", "strided"]
 
 PERPLEXITY = "perplexity"
@@ -32,10 +32,12 @@ class EvalConfig:
         include: Folders with task files of the user's own.
         seed: Of the draws of few-shot examples.
         apply_chat_template: Put prompts into the tokenizer's chat template.
+        chat_template: Name of one of several templates of the tokenizer, or a template's text.
         system_instruction: Said before everything else.
         fewshot_as_multiturn: Give each example turns of its own; None does with a template.
         on_overflow: What to do with what is longer than the model reads: cut it from the left,
-            as the reference harness does, and count it; or refuse.
+            as the reference harness does, and count it; leave whole examples out first, from
+            the first on; or refuse.
         add_bos: Whether texts begin with the BOS token; None leaves it to the tokenizer.
         max_gen_toks: Longest generated answer, tokens; None takes each task's own length.
         max_length: Longest context and continuation, tokens; None takes the model's.
@@ -54,6 +56,7 @@ class EvalConfig:
     include: tuple[Path, ...] = ()
     seed: int = 1234
     apply_chat_template: bool = False
+    chat_template: str | None = None
     system_instruction: str | None = None
     fewshot_as_multiturn: bool | None = None
     on_overflow: OnOverflow = "truncate"
@@ -86,6 +89,10 @@ class EvalConfig:
                 raise BenchConfigError(f"{name} must be at least 1, not {value}")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             error = BenchConfigError("fewshot_as_multiturn needs a chat template, which is off")
+            error.add_note("add --apply-chat-template")
+            raise error
+        if self.chat_template is not None and not self.apply_chat_template:
+            error = BenchConfigError("chat_template names a template, and templates are off")
             error.add_note("add --apply-chat-template")
             raise error
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:

@@ -115,6 +115,7 @@ class PreparedEval:
             if self.chat is None
             else {
                 "sha256": self.chat.digest,
+                "name": self.chat.template,
                 "template": self.chat.tokenizer.get_chat_template(self.chat.template),
                 "system_instruction": self.chat.system_instruction,
                 "fewshot_as_multiturn": self.chat.fewshot_as_multiturn,
@@ -153,6 +154,7 @@ def prepare(
             tokenizer=load_tokenizer(),
             system_instruction=config.system_instruction,
             fewshot_as_multiturn=True if multiturn is None else multiturn,
+            template=config.chat_template,
         )
     text = None
     if config.text is not None:

@@ -11,6 +11,7 @@ that line.
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from llmbench.bench.accuracy.answers import cut_at_stops
+from llmbench.bench.accuracy.chat import Chat
 from llmbench.bench.accuracy.encoding import Encoder
 from llmbench.bench.accuracy.lm_eval_peer import GROUPS, local_files, write_overrides
 from llmbench.bench.accuracy.model import EvaluatedModel, GenerateRequest
@@ -64,6 +66,7 @@ class LlmbenchLM(TemplateLM):  # type: ignore[misc]
         model: EvaluatedModel | None = None,
         max_length: int | None = None,
         add_bos: bool | None = None,
+        template: str | None = None,
         seed: int = 1234,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -72,7 +75,8 @@ class LlmbenchLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         """`pretrained` and `engine` are settings of an EngineConfig; or give a model.
 
-        `batch_size` and `max_batch_size` come from the harness and decide nothing here.
+        `template` is the name of one of the tokenizer's chat templates. `batch_size` and
+        `max_batch_size` come from the harness and decide nothing here.
         """
         super().__init__()
         if (pretrained is None) == (model is None):
@@ -82,6 +86,7 @@ class LlmbenchLM(TemplateLM):  # type: ignore[misc]
         self.max_length = min(max_length or self.model.max_length, self.model.max_length)
         self.encoder = Encoder(self.tokenizer, self.max_length, add_bos=add_bos)
         self.add_bos = add_bos
+        self.template = template
         self.seed = seed
 
     @property
@@ -114,6 +119,12 @@ class LlmbenchLM(TemplateLM):  # type: ignore[misc]
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return [int(token) for token in self.tokenizer.encode(string, **special)]
 
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's text, for the harness's result file."""
+        if not chat_template:
+            return None
+        return str(self.tokenizer.get_chat_template(self.template))
+
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
@@ -124,6 +135,7 @@ class LlmbenchLM(TemplateLM):  # type: ignore[misc]
             return str(
                 self.tokenizer.apply_chat_template(
                     messages,
+                    chat_template=self.template,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=not add_generation_prompt,
@@ -254,6 +266,7 @@ def evaluate_with_lm_eval(
     include: Sequence[Path] = (),
     seed: int = 1234,
     apply_chat_template: bool = False,
+    chat_template: str | None = None,
     system_instruction: str | None = None,
     fewshot_as_multiturn: bool | None = None,
     add_bos: bool | None = None,
@@ -267,9 +280,15 @@ def evaluate_with_lm_eval(
     Raises:
         BenchError: a task without files in `data_dir`, or one that the harness does not know.
     """
-    lm = LlmbenchLM(model=model, add_bos=add_bos, max_length=max_length, seed=seed)
+    if apply_chat_template:
+        Chat(tokenizer=model.tokenizer, template=chat_template)  # refuses what is not there
+    lm = LlmbenchLM(
+        model=model, add_bos=add_bos, max_length=max_length, template=chat_template, seed=seed
+    )
     with TemporaryDirectory() as folder, nullcontext() if data_dir is None else _offline():
-        names, paths = list(tasks), [str(path) for path in include]
+        # The harness looks into folders alone, and reads a file there only if its task is asked.
+        roots = [path.parent if path.is_file() else path for path in include]
+        names, paths = list(tasks), [str(root) for root in dict.fromkeys(roots)]
         if data_dir is not None:
             names = _local_tasks(Path(folder), tasks, data_dir, include)
             paths.append(folder)
@@ -321,7 +340,7 @@ def _local_tasks(
 ) -> list[str]:
     """Write the files that send tasks to local data; returns the tasks' names."""
     stock = Path(lm_eval.tasks.__file__).parent
-    own = {path.stem for root in include for path in root.rglob("*.yaml")}
+    own = {name for path in include for file in _task_files(path) for name in _names_in(file)}
     names: list[str] = []
     for name in tasks:
         for member in GROUPS.get(name, (name,)):
@@ -337,6 +356,16 @@ def _local_tasks(
                 )
                 raise error
     return names
+
+
+def _task_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.rglob("*.yaml"))
+
+
+def _names_in(file: Path) -> tuple[str, ...]:
+    """What a task file may be asked by; its YAML may have tags of the harness, so no parser."""
+    found = re.findall(r"(?m)^(?:task|group|tag): *[\"']?([^\s\"'#\[]+)", file.read_text("utf-8"))
+    return (file.stem, *found)
 
 
 def _engine_model(

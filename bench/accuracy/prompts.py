@@ -9,8 +9,8 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmbench.bench.accuracy.chat import (
@@ -27,6 +27,11 @@ from llmbench.bench.accuracy.task_data import TaskData
 from llmbench.bench.accuracy.templates import as_text, as_value
 from llmbench.bench.errors import BenchConfigError, WorkloadError
 
+Gold = int | tuple[int, ...] | str | tuple[str, ...]
+"""Index, or indices, of what is right; or the text to write, or texts of which any is right."""
+
+Pairs = tuple[tuple[str, str], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -36,14 +41,21 @@ class Prompt:
     doc_id: int  # position in the evaluated split
     doc: Mapping[str, Any]  # the row, with the task's added fields
     fewshot_ids: tuple[int, ...]  # positions in the pool
-    pairs: tuple[tuple[str, str], ...]  # (context, continuation) a choice; (context, "") to write
+    pairs: Pairs  # (context, continuation) a choice; (context, "") to write
     choices: tuple[str, ...]  # without delimiter; () unless there are choices
-    gold: int | tuple[int, ...] | str  # index, or indices, of what is right; or the text to write
+    gold: Gold
     text_size: tuple[int, int] | None  # words and bytes of the original text, where it is scored
     generation: Generation | None
     doc_hash: str
     prompt_hash: str
     target_hash: str
+    rebuild: Callable[[tuple[int, ...]], Pairs] = field(repr=False, compare=False)
+
+    def shorter(self, num_dropped: int) -> Pairs | None:
+        """The pairs without the first shots; None where there are not so many."""
+        if num_dropped > len(self.fewshot_ids):
+            return None
+        return self.rebuild(self.fewshot_ids[num_dropped:])
 
 
 def build_prompts(
@@ -133,7 +145,7 @@ class _Row:
         if source in self.doc or not isinstance(found, str):
             return found
         has_choices = self.task.doc_to_choice is not None
-        if found.isdigit() and has_choices:
+        if found.isdecimal() and has_choices:  # not isdigit(): "²" is a digit and no number
             return int(found)
         if len(found) > 1 and found[0] == "[" and found[-1] == "]":
             try:
@@ -166,16 +178,26 @@ class _Row:
     def answer(self) -> tuple[str, str]:
         """The question and the answer of a shot."""
         target = self.target()
-        choices = self.choices()
         if self.task.doc_to_contexts is not None:
+            choices = self.choices()
             gold = self.gold(choices, target)
             question = choices[gold if isinstance(gold, int) else gold[0]]
             return question, str(target)
+        answers = self.answers(target)
         question = self.text(self.task.doc_to_text, "doc_to_text")
-        first = target[0] if isinstance(target, list) and target else target
-        if isinstance(first, int) and choices:
-            first = choices[self._index(first, choices, "doc_to_target")]
-        return question, str(first)
+        return question, answers if isinstance(answers, str) else answers[0]
+
+    def answers(self, target: Any) -> str | tuple[str, ...]:
+        """The text to write; of a list of targets, all texts, of which any is right."""
+        if not isinstance(target, list):
+            return self._answer(target)
+        if not target:
+            raise self.refuse("doc_to_target", "no answer is right")
+        return tuple(map(self._answer, target))
+
+    def _answer(self, target: Any) -> str:
+        choices = self.choices() if isinstance(target, int) else ()
+        return choices[self._index(target, choices, "doc_to_target")] if choices else str(target)
 
     def prefix(self) -> str | None:
         source = self.task.gen_prefix
@@ -199,25 +221,30 @@ class _Builder:
         row = _Row(task, self._data.docs[doc_id], f"row {doc_id} of the split {task.eval_split}")
         target = row.target()
         choices: tuple[str, ...] = ()
-        gold: int | tuple[int, ...] | str
+        gold: Gold
         text_size = None
         if task.output_type == "loglikelihood_rolling":
             gold, text = "", str(target)
-            pairs: tuple[tuple[str, str], ...] = (("", text),)
             source = task.doc_to_original
             original = row.text(source, "doc_to_original") if source else text
             text_size = len(re.split(r"\s+", original)), len(original.encode())
-            prompt_text = text
         elif task.output_type == "multiple_choice":
             choices = row.choices()
             gold = row.gold(choices, target)
-            pairs = self._choice_pairs(row, shots, choices, target)
-            prompt_text = pairs[0][0]
         else:
+            gold = row.answers(target)
+
+        def build(shots: tuple[int, ...]) -> Pairs:
+            if task.output_type == "loglikelihood_rolling":
+                return (("", str(target)),)
+            if task.output_type == "multiple_choice":
+                return self._choice_pairs(row, shots, choices, target)
             question = row.text(task.doc_to_text, "doc_to_text")
-            prompt_text = self._context(row, shots, question)
-            pairs = ((prompt_text, ""),)
-            gold = row.answer()[1]
+            return ((self._context(row, shots, question), ""),)
+
+        pairs = build(shots)
+        is_rolling = task.output_type == "loglikelihood_rolling"
+        prompt_text = pairs[0][1 if is_rolling else 0]
         return Prompt(
             task=task.name,
             doc_id=doc_id,
@@ -231,11 +258,12 @@ class _Builder:
             doc_hash=_hash(json.dumps(row.doc, indent=2, default=str, ensure_ascii=False)),
             prompt_hash=_hash(prompt_text),
             target_hash=_hash(str(target)),
+            rebuild=build,
         )
 
     def _choice_pairs(
         self, row: _Row, shots: tuple[int, ...], choices: Sequence[str], target: Any
-    ) -> tuple[tuple[str, str], ...]:
+    ) -> Pairs:
         task = self._task
         delimiter = task.target_delimiter
         if self._chat is not None:  # a turn of the assistant starts with the answer itself

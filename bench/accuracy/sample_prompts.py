@@ -140,7 +140,8 @@ def read_prompts(path: Path) -> tuple[SamplePrompt, ...]:
         WorkloadError: the file cannot be read, is empty, or a line is no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): that also cuts at U+2028 and U+0085, which JSON texts may hold.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as cause:
         raise WorkloadError(f"cannot read {path} as UTF-8 text: {cause}") from cause
     prompts = tuple(
