@@ -2,8 +2,8 @@
 
 How a number is made, and what stands beside it, is in `metric_scores`. Items that could not be
 scored are left out and counted; ties are counted; a score with any of the first, or more than a
-tenth of the second among enough items, is flagged: a model that answers everything alike gets full marks
-wherever the right choice is the first.
+tenth of the second among enough items, is flagged: a model that answers everything alike gets full
+marks wherever the right choice is the first.
 
 A group has two means, and they differ by points (MMLU: 0.83 or 0.50 of the same answers): over
 *items*, where every question counts alike, and over *tasks*, where every member does. Both are
