@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LETTERS = "A-Za-z\uac00-\ud7a3"  # Latin and Hangul; others are not cut at, which costs only time
-_BEFORE_NEWLINES = re.compile(rf"(?<=[!-~{_LETTERS}])(?=\n\n)")
-_BEHIND_NEWLINES = re.compile(rf"(?<=\n\n)(?=[{_LETTERS}])")
+_BEFORE_NEWLINES = re.compile(rf"(?<=[!-~{_LETTERS}])(?=\n)")
+_BEHIND_NEWLINES = re.compile(rf"(?<=\n)(?=[{_LETTERS}])")
 
 _LATER_PATTERNS = tuple(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
