@@ -46,7 +46,7 @@ def write_task(folder: Path, texts: Sequence[str], shots: Sequence[str] = ()) ->
     (folder / "pairs.yaml").write_text(
         "task: pairs\nsummary: pairs\nlocal_files: {test: test.jsonl, dev: dev.jsonl}\n"
         "test_split: test\nfewshot_split: dev\nfewshot_config: {sampler: first_n}\n"
-        "output_type: multiple_choice\nnum_fewshot: 0\n"
+        f"output_type: multiple_choice\nnum_fewshot: {len(shots)}\n"
         'doc_to_text: "{{text}} ="\ndoc_to_choice: choices\ndoc_to_target: gold\n'
         "metric_list: [{metric: acc}]\nmetadata: {version: 1.0}\n"
     )
@@ -90,6 +90,6 @@ def test_stored_answer_to_a_prompt_cut_to_the_same_tokens_is_this_prompts(
     (line,) = (tmp_path / "two" / "baseline" / "items-pairs.jsonl").read_text().splitlines()
     record = json.loads(line)
     (item,) = result.items["pairs"]
-    assert record["fewshot_ids"] == list(item.fewshot_ids)
+    assert record["fewshot_ids"] == list(item.fewshot_ids) == [0, 1]
     assert record["prompt_hash"] == item.prompt_hash
     assert record["num_truncated_tokens"] == item.num_truncated_tokens
