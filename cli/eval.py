@@ -39,6 +39,7 @@ from llmbench.cli.output import Output
 from llmbench.cli.progress import Progress
 from llmbench.engine.config import EngineConfig
 from llmbench.engine.models.source import resolve_folder
+from llmbench.reports.format import counted
 
 if TYPE_CHECKING:
     from llmbench.bench.accuracy.eval_plan import PreparedEval
@@ -281,8 +282,8 @@ def _write_harness_files(
 ) -> None:
     from llmbench.bench.accuracy.lm_eval_format import write_lm_eval
 
-    for path in write_lm_eval(folder, prepared, model):
-        streams.note(f"lm-eval  {path}")
+    results, *samples = write_lm_eval(folder, prepared, model)
+    streams.note(f"lm-eval  {results} and samples of {counted(len(samples), 'task')} beside it")
 
 
 def _run_harness(

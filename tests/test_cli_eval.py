@@ -293,7 +293,9 @@ def test_comparison_is_one_document_with_flips_divergence_verdict_and_samples(
     base, small = models
     flags = ["--baseline", str(base), "--samples", "2", "--format", "lm-eval", "--json"]
     assert run(small, own, tmp_path / "out", *flags) == 0
-    document = json.loads(capfd.readouterr().out)
+    printed = capfd.readouterr()
+    assert "and samples of 1 task beside it" in printed.err
+    document = json.loads(printed.out)
     comparison = document["comparison"]
     assert comparison["paired"][0]["flips"].keys() >= {"num_right_to_wrong"}
     assert comparison["divergence"]["kl_mean"] > 0
