@@ -220,17 +220,20 @@ class TestTask:
         assert score.num_tied == num_tied
         assert bool(score.flags) == is_flagged
 
-    @pytest.mark.parametrize(("num_items", "is_flagged"), [(29, False), (30, True)])
-    def test_ties_of_few_items_are_counted_and_flag_nothing(
-        self, num_items: int, is_flagged: bool
+    @pytest.mark.parametrize(
+        ("num_items", "num_tied", "is_flagged"),
+        [(12, 12, True), (29, 14, False), (29, 15, True), (30, 4, True)],
+    )
+    def test_of_few_items_it_takes_more_than_half(
+        self, num_items: int, num_tied: int, is_flagged: bool
     ) -> None:
         task = task_named("arc_easy")
         items = [
-            item(task.name, i, metrics={"acc": 1.0, "acc_norm": 1.0}, is_tied=True)
+            item(task.name, i, metrics={"acc": 1.0, "acc_norm": 1.0}, is_tied=i < num_tied)
             for i in range(num_items)
         ]
         score = score_task(task, items)
-        assert score.num_tied == num_items
+        assert score.num_tied == num_tied
         assert bool(score.flags) == is_flagged
 
     def test_truncated_items_and_shots_are_counted(self) -> None:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 MAX_TIED_SHARE = 0.1
 MIN_TIED_ITEMS = 30
-"""From here on a share of ties says something; bfloat16 logits tie exactly now and then."""
+"""bfloat16 logits tie exactly now and then, so of fewer items a tenth is chance."""
+MAX_TIED_SHARE_OF_FEW = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +121,9 @@ class GroupScore:
 
 
 def has_many_ties(num_tied: int, num_valid: int) -> bool:
-    """Whether so many of enough items are ties that their score cannot be relied on."""
-    return num_valid >= MIN_TIED_ITEMS and num_tied > MAX_TIED_SHARE * num_valid
+    """Whether so many items are ties that their score cannot be relied on."""
+    limit = MAX_TIED_SHARE if num_valid >= MIN_TIED_ITEMS else MAX_TIED_SHARE_OF_FEW
+    return num_tied > limit * num_valid
 
 
 def score_task(task: "Task", items: "Sequence[ItemRecord]") -> TaskScore:
