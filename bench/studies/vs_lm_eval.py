@@ -100,8 +100,10 @@ def measure(settings: VsLmEvalSettings, lab: Lab) -> Iterator[Row]:
     for done, task in enumerate(settings.tasks):
         lab.progress(f"{task}, llmbench", 2 * done, 2 * len(settings.tasks))
         ours = _run_apart(settings, task, lab.folder / f"llmbench-{task}")
+        lab.note(f"{task}: llmbench took {time_text(ours['seconds'])}, now lm-eval")
         lab.progress(f"{task}, lm-eval", 2 * done + 1, 2 * len(settings.tasks))
         theirs = _run_harness(settings, task, prepared[task], python, lab.folder)
+        lab.note(f"{task}: lm-eval took {time_text(theirs['seconds'])}")
         yield _row(task, lab.folder / f"llmbench-{task}", prepared[task], ours, theirs)
 
 
