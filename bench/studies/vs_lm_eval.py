@@ -255,14 +255,13 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
             }
         )
     largest = max(rows, key=lambda row: int(row["peak_resident_bytes"]))
-    other = largest["peak_resident_bytes"] - largest["weight_bytes"] - largest["kv_bytes"]
     return Conclusion(
         finding=finding,
         table=table,
         notes=(
             f"peak memory, llmbench: {largest['peak_resident_bytes'] / 1e6:,.0f} MB "
-            f"({largest['task']}) = weights {largest['weight_bytes'] / 1e6:,.0f} + KV pool "
-            f"{largest['kv_bytes'] / 1e6:,.0f} + {other / 1e6:,.0f}",
+            f"({largest['task']}), of them weights {largest['weight_bytes'] / 1e6:,.0f}; the KV "
+            f"pool may take {largest['kv_bytes'] / 1e6:,.0f}, of which it holds what was used",
             "peak memory, lm-eval: "
             f"{max(row['lm_eval_peak_resident_bytes'] for row in rows) / 1e6:,.0f} MB",
         ),
@@ -272,7 +271,6 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
             "lm_eval_s": theirs_s,
             "max_logprob_difference": max(differences, default=None),
             "num_equal_scores": num_equal,
-            "other_bytes": other,
         },
     )
 
