@@ -44,6 +44,7 @@ SOURCES = (
     "cpu_quantized_dot.h",
     "cpu_quantized_inputs.h",
     "cpu_quantized_tiles.h",
+    "cpu_tile_order.h",
     "cpu_tiles.h",
     "cpu_two_levels.h",
     "cpu_vector.h",

@@ -16,7 +16,8 @@
 #include "cpu_linear.h"
 
 constexpr int64_t PAIR_OUTPUTS = PAIR * BLOCK;
-constexpr int VECTORS = PAIR_OUTPUTS / W;  // that hold a lane of each output of a pair
+constexpr int VECTORS = PAIR_OUTPUTS / W;   // that hold a lane of each output of a pair
+constexpr int64_t LINE = PAIR_OUTPUTS * 4;  // bytes of such lanes
 
 enum ScaleType : int64_t { SCALE_BFLOAT16, SCALE_FLOAT16, SCALE_FLOAT32 };
 
@@ -117,6 +118,14 @@ struct FloatOperands {
     template <int BITS>
     static vu get(vu line, int k) {
         constexpr int middle = 1 << (BITS - 1);
+#if VECTOR_BYTES == 64
+        if constexpr (BITS == 4) {
+            // The lookup takes the lower 4 bits of each lane.
+            const __m512 table =
+                _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+            return (vu)_mm512_permutexvar_ps((__m512i)(line >> lane_shift(BITS, k)), table);
+        }
+#endif
         vu code = (line >> lane_shift(BITS, k)) & ((1u << BITS) - 1);
         return (vu)__builtin_convertvector((vi)code - middle, vf);
     }

@@ -12,12 +12,14 @@ void for_pairs(const QuantizedCall& call, int64_t threads, const Body& body) {
     int64_t share = round_up(pairs / (16 * threads) + 1, 2);
     parallel_for((pairs + share - 1) / share, threads, [&](int64_t i) {
         int64_t first = i * share;
+#if HAS_TILES
+        FlushedSubnormals flushed;  // as tiles do it, with and without them
+#endif
         body(first, first + share < pairs ? first + share : pairs);
     });
 }
 
-// Integer sums are exact with and without tiles, which pay from this many rows on (measured). For
-// the others there is one way at any number of rows, since tiles add in an order of their own.
+// Integer sums are exact with and without tiles, which pay from this many rows on (measured).
 constexpr int64_t WORTH_TILES = 8;
 
 template <class U>
@@ -27,6 +29,15 @@ bool takes_tiles(const QuantizedCall& call) {
 
 template <class U, int BITS>
 void quantized_linear(const QuantizedCall& call, int64_t threads) {
+#if HAS_TILES
+    if constexpr (U::INPUTS_EACH == 2)
+        if (may_use_tiles() && call.linear.rows <= FEW_ROWS<BITS>) {
+            const Inputs in = prepare<FloatOperands, BITS>(call, threads);
+            return for_pairs(call, threads, [&](int64_t first, int64_t last) {
+                for (; first < last; first++) tile_order_pair<BITS>(call, in, first);
+            });
+        }
+#endif
     const Inputs in = prepare<U, BITS>(call, threads);
     for_pairs(call, threads, [&](int64_t first, int64_t last) {
 #if HAS_TILES

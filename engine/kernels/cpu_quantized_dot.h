@@ -62,6 +62,31 @@ struct PairOfBlocks {
     int64_t index;
 };
 
+// Adds the products of M rows with group g, whose record this is, to their totals.
+template <int M, class Sum>
+void add_group(const QuantizedCall& call, const Inputs& in, const uint8_t* record, int64_t row,
+               int64_t g, const Sum (&part)[M][VECTORS], vf (&total)[M][VECTORS]) {
+    const RecordLayout layout(call);
+    for (int v = 0; v < VECTORS; v++) {
+        const GroupOutputs outputs(call, layout, record, v);
+        for (int i = 0; i < M; i++)
+            total[i][v] = outputs.add_to(total[i][v], part[i][v], in.group_sums,
+                                         (row + i) * call.groups + g);
+    }
+}
+
+template <int M>
+void emit_totals(const QuantizedCall& call, const Inputs& in, int64_t pair, int64_t row,
+                 const vf (&total)[M][VECTORS]) {
+    constexpr int half = VECTORS / 2;
+    for (int i = 0; i < M; i++) {
+        float scale = in.token_scales ? in.token_scales[row + i] : 1.0f;
+        for (int v = 0; v < half; v++)
+            emit(call.linear, row + i, pair, total[i][v] * scale, total[i][v + half] * scale,
+                 v * W);
+    }
+}
+
 // M rows by a pair of blocks. BITS is 0 where the pair is unpacked.
 template <class U, int BITS, int M>
 void dot_rows(const QuantizedCall& call, const Inputs& in, const PairOfBlocks& pair, int64_t row,
@@ -99,20 +124,9 @@ void dot_rows(const QuantizedCall& call, const Inputs& in, const PairOfBlocks& p
             }
         }
         unpacked = line;
-        for (int v = 0; v < VECTORS; v++) {
-            const GroupOutputs outputs(call, layout, record, v);
-            for (int i = 0; i < M; i++)
-                total[i][v] = outputs.add_to(total[i][v], part[i][v], in.group_sums,
-                                             (row + i) * call.groups + g);
-        }
+        add_group(call, in, record, row, g, part, total);
     }
-    constexpr int half = VECTORS / 2;
-    for (int i = 0; i < M; i++) {
-        float scale = in.token_scales ? in.token_scales[row + i] : 1.0f;
-        for (int v = 0; v < half; v++)
-            emit(call.linear, row + i, pair.index, total[i][v] * scale, total[i][v + half] * scale,
-                 v * W);
-    }
+    emit_totals(call, in, pair.index, row, total);
 }
 
 constexpr int MOST_ROWS = W == 16 ? 6 : W == 8 ? 2 : 1;

@@ -6,12 +6,11 @@
 // of four registers.
 #pragma once
 
-#include "cpu_quantized_dot.h"
+#include "cpu_tile_order.h"
 
 #if HAS_TILES
 namespace {
 
-constexpr int64_t LINE = PAIR_OUTPUTS * 4;  // bytes of a unit's operands
 constexpr int64_t CHUNK = 4;                // groups that are multiplied at once
 
 // Registers 0 to 3 sum; 4 and 5 hold inputs, 6 and 7 operands.
@@ -55,7 +54,7 @@ class TilePairs {
         : call_(shared), in_(in), layout_(shared), two_levels_(two_levels),
           rows_(shared.linear.rows), rest_(rows_ % TILE_ROWS), whole_(rows_ - rest_),
           units_(shared.group_size / U::INPUTS_EACH),
-          step_(units_ % 16 == 0 ? 16 : units_ % 8 == 0 ? 8 : 4), group_bytes_(units_ * LINE),
+          step_(tile_step(units_)), group_bytes_(units_ * LINE),
           whole_config_(rows_config(TILE_ROWS, step_)),
           rest_config_(rows_config(rest_ ? rest_ : TILE_ROWS, step_)) {
         int64_t chunks = (call_.groups + CHUNK - 1) / CHUNK;
