@@ -37,22 +37,30 @@ namespace {
 
 constexpr int64_t ROWS = 96;  // wanted rows (queries x heads of a group) in a tile of queries
 
-// Scores of one row over a tile -> probabilities against the row's own maximum, and their sum.
-// Keys outside [low, high) are hidden, whatever stands in their scores.
+constexpr float LOG2_E = 1.44269504f;
+
+// Scores of one row over a tile -> probabilities against the row's own maximum, which is in powers
+// of two, and their sum. Keys outside [low, high) are hidden, whatever stands in their scores.
 template <class U>
 __attribute__((noinline)) void soften(float* scores, int64_t low, int64_t high,
                                       const AttentionShape& shape, float* maximum_out,
                                       float* sum_out) {
     constexpr int vectors = TILE / W;
-    int32_t lane_numbers[W];
-    for (int i = 0; i < W; i++) lane_numbers[i] = i;
-    const vi lanes = read<vi>(lane_numbers);
     vf s[vectors];
-    for (int j = 0; j < vectors; j++) {
-        s[j] = load(scores + j * W) * shape.scale;
-        if (shape.softcap > 0.0f) s[j] = shape.softcap * tanh(s[j] / shape.softcap);
-        vi key = lanes + j * W;
-        s[j] = ((key >= int32_t(low)) & (key < int32_t(high))) ? s[j] : splat(-INFINITY);
+    if (shape.softcap > 0.0f)
+        for (int j = 0; j < vectors; j++)
+            s[j] = shape.softcap * LOG2_E *
+                   tanh(load(scores + j * W) * (shape.scale / shape.softcap));
+    else
+        for (int j = 0; j < vectors; j++)
+            s[j] = load(scores + j * W) * (shape.scale * LOG2_E);
+    if (low > 0 || high < TILE) {
+        int32_t lane_numbers[W];
+        for (int i = 0; i < W; i++) lane_numbers[i] = i;
+        for (int j = 0; j < vectors; j++) {
+            vi key = read<vi>(lane_numbers) + j * W;
+            s[j] = ((key >= int32_t(low)) & (key < int32_t(high))) ? s[j] : splat(-INFINITY);
+        }
     }
     vf most = s[0];
     for (int j = 1; j < vectors; j++) most = maximum(s[j], most);
@@ -61,7 +69,7 @@ __attribute__((noinline)) void soften(float* scores, int64_t low, int64_t high,
     if (top == -INFINITY) top = 0.0f;
     vf total = {};
     for (int j = 0; j < vectors; j++) {
-        vf p = exp(s[j] - top);
+        vf p = exp2_of_negative(s[j] - top);
         total += p;
         if constexpr (U::per_unit == 1)
             store(scores + j * W, p);
@@ -73,7 +81,7 @@ __attribute__((noinline)) void soften(float* scores, int64_t low, int64_t high,
 
 // Result of rows over some keys: maximum, sum of probabilities, weighted sum of V.
 struct Partial {
-    float *maxima, *sums, *out;  // [rows], [rows], [rows, out_floats]
+    float *maxima, *sums, *out;  // [rows] in powers of two, [rows], [rows, out_floats]
 
     static int64_t floats(int64_t rows, int64_t out_floats) {
         return 2 * round_up(rows, 16) + rows * out_floats;
@@ -92,20 +100,27 @@ struct Partial {
     }
 };
 
-// Fold one row's result over a later tile into the running one.
-__attribute__((noinline)) void fold_row(const Partial& running, const Partial& tile,
-                                        int64_t out_floats) {
-    float top = *tile.maxima;
-    if (top == -INFINITY) return;  // the row sees no key of the tile
-    float before = *running.maxima;
-    float after = before > top ? before : top;
-    vf changes = {before - after, top - after};
-    changes = exp(changes);
-    vf keep = splat(changes[0]), take = splat(changes[1]);
-    *running.maxima = after;
-    *running.sums = *running.sums * changes[0] + *tile.sums * changes[1];
-    for (int64_t d = 0; d < out_floats; d += W)
-        store(running.out + d, load(running.out + d) * keep + load(tile.out + d) * take);
+// Fold rows' results over a later tile into the running ones.
+__attribute__((noinline)) void fold(const Partial& running, const Partial& tile, int64_t rows,
+                                    int64_t out_floats) {
+    for (int64_t first = 0; first < rows; first += W) {
+        vf before = load(running.maxima + first), top = load(tile.maxima + first);
+        // Of a row that sees no key of the tile nothing is taken, whatever its sums hold.
+        vi is_seen = top != -INFINITY;
+        vf after = maximum(top, before);
+        vf keep = exp2_of_negative(before - after), take = exp2_of_negative(top - after);
+        vf sums = load(running.sums + first);
+        vf folded = sums * keep + load(tile.sums + first) * take;
+        store(running.maxima + first, after);
+        store(running.sums + first, is_seen ? folded : sums);
+        for (int64_t i = 0; i < W && first + i < rows; i++) {
+            if (!is_seen[i]) continue;
+            float* out = running.out + (first + i) * out_floats;
+            const float* from = tile.out + (first + i) * out_floats;
+            for (int64_t d = 0; d < out_floats; d += W)
+                store(out + d, load(out + d) * keep[i] + load(from + d) * take[i]);
+        }
+    }
 }
 
 // A tile of queries of one sequence and key/value head, over tiles of keys [first, last).
@@ -194,15 +209,14 @@ class Attention {
     Buffers buffers(int64_t rows) const {
         // Products of tiles take and write whole tiles of rows.
         rows = round_up(rows, TILE_ROWS);
-        int64_t sizes[] = {rows * units_, 2 * TILE * out_floats_, TILE_ROWS * TILE,
-                           Partial::floats(rows, out_floats_),
-                           Partial::floats(TILE_ROWS, out_floats_)};
+        int64_t sizes[] = {rows * units_, 2 * TILE * out_floats_, rows * TILE,
+                           Partial::floats(rows, out_floats_), Partial::floats(rows, out_floats_)};
         int64_t starts[6] = {};
         for (int i = 0; i < 5; i++) starts[i + 1] = starts[i] + round_up(sizes[i], 16);
         float* memory = worker_scratch.floats(starts[5]);
         return {memory, memory + starts[1], memory + starts[2],
                 Partial::at(memory + starts[3], rows),
-                Partial::at(memory + starts[4], TILE_ROWS)};
+                Partial::at(memory + starts[4], rows)};
     }
 
     // Products of tiles write whole tiles of rows.
@@ -246,9 +260,7 @@ class Attention {
             int64_t done = finished_[item.counter].fetch_add(1, std::memory_order_acq_rel) + 1;
             if (done < item.num_parts) return;
             for (int64_t tile = item.first_tile; tile < item.last_tile; tile++)
-                for (int64_t row = 0; row < rows; row++)
-                    fold_row(to.running.from(row, out_floats_),
-                             kept_tile(item, tile).from(row, out_floats_), out_floats_);
+                fold(to.running, kept_tile(item, tile), rows, out_floats_);
         }
         write_out(item, to.running);
     }
@@ -313,32 +325,40 @@ class Attention {
         return tile;
     }
 
-    // One tile of keys for all rows of an item: folded into to.running, or kept.
+    // One tile of keys for all rows of an item: folded into to.running, or kept. Each product is
+    // made for all rows before the next begins, so that none waits for the one before.
     void attend(const Item& item, int64_t index, const Buffers& to, const Partial* kept) const {
         int64_t rows = item.queries * group_;
         int64_t newest = position(item.seq, item.first_query + item.queries - 1);
         int64_t count = newest + 1 - index * TILE < TILE ? newest + 1 - index * TILE : TILE;
         Tile<T> tile = find(item, index, count, reinterpret_cast<T*>(to.spare));
-        int64_t block_rows = use_tiles_ ? TILE_ROWS : MR;
-        for (int64_t row = 0; row < rows; row += block_rows) {
-            int block = int(rows - row < block_rows ? rows - row : block_rows);
-            // Keys of the tile that the block's last row sees; earlier rows see no others.
-            int64_t high = seen(item, row + block - 1, index);
-            if (high <= 0) continue;
-            score_rows(block, to.queries + row * units_, tile, to.scores, high);
-            Partial result = kept ? kept->from(row, out_floats_) : to.tile;
-            for (int i = 0; i < block; i++) {
-                int64_t end = seen(item, row + i, index);
-                int64_t low = shape_.window ? seen(item, row + i, index, shape_.window) : 0;
-                soften<U>(to.scores + i * TILE, low, end, shape_, result.maxima + i,
-                          result.sums + i);
+        const Partial& result = kept ? *kept : to.tile;
+        int64_t step = use_tiles_ ? TILE_ROWS : MR;
+        // body(first row, rows, keys that its last row sees) for blocks of rows that see any.
+        auto for_blocks = [&](const auto& body) {
+            for (int64_t row = 0; row < rows; row += step) {
+                int64_t block = rows - row < step ? rows - row : step;
+                int64_t high = seen(item, (row + block - 1) / group_, index);
+                if (high > 0) body(row, int(block), high);
             }
-            mix_rows(block, to.scores, tile, result.out, high);
-            if (kept) continue;
-            for (int i = 0; i < block; i++)
-                fold_row(to.running.from(row + i, out_floats_), to.tile.from(i, out_floats_),
-                         out_floats_);
+        };
+        for_blocks([&](int64_t row, int block, int64_t high) {
+            score_rows(block, to.queries + row * units_, tile, to.scores + row * TILE, high);
+        });
+        for (int64_t query = 0, row = 0; query < item.queries; query++) {
+            int64_t end = seen(item, query, index);
+            int64_t low = shape_.window ? seen(item, query, index, shape_.window) : 0;
+            for (int64_t g = 0; g < group_; g++, row++)
+                if (end > 0)
+                    soften<U>(to.scores + row * TILE, low, end, shape_, result.maxima + row,
+                              result.sums + row);
+                else
+                    result.maxima[row] = -INFINITY;
         }
+        for_blocks([&](int64_t row, int block, int64_t high) {
+            mix_rows(block, to.scores + row * TILE, tile, result.out + row * out_floats_, high);
+        });
+        if (!kept) fold(to.running, to.tile, rows, out_floats_);
     }
 
     void score_rows(int rows, const float* queries, const Tile<T>& tile, float* scores,
@@ -363,10 +383,9 @@ class Attention {
         mix<U>(rows, weights, tile, out_floats_, out, round_up(high, U::per_unit) / U::per_unit);
     }
 
-    // How many keys of the tile are not after a row's position less `back`; may be negative.
-    int64_t seen(const Item& item, int64_t row, int64_t tile, int64_t back = 0) const {
-        int64_t query = item.first_query + row / group_;
-        int64_t count = position(item.seq, query) + 1 - back - tile * TILE;
+    // How many keys of the tile are not after a query's position less `back`; may be negative.
+    int64_t seen(const Item& item, int64_t query, int64_t tile, int64_t back = 0) const {
+        int64_t count = position(item.seq, item.first_query + query) + 1 - back - tile * TILE;
         return count < TILE ? count : TILE;
     }
 

@@ -139,23 +139,46 @@ struct TileProducts {
         _tile_stored(3, scores + 3 * GROUP, row);
     }
 
-    // out [16, padded_dim] of weights [16, 16 groups]; 32 columns at a time.
+    // out [16, padded_dim] of weights [16, 16 groups].
     static void mix(const float* weights, const Tile<bf16>& tile, int64_t padded_dim, float* out,
                     int64_t groups) {
+        int64_t column = 0;
+        for (; column + 4 * GROUP <= padded_dim; column += 4 * GROUP)
+            mix_columns<4>(weights, tile, padded_dim, out, groups, column);
+        if (column < padded_dim) mix_columns<2>(weights, tile, padded_dim, out, groups, column);
+    }
+
+  private:
+    // N blocks of 16 columns: sums that do not wait for one another.
+    template <int N>
+    static void mix_columns(const float* weights, const Tile<bf16>& tile, int64_t padded_dim,
+                            float* out, int64_t groups, int64_t column) {
         int64_t row = padded_dim * sizeof(float);
-        for (int64_t column = 0; column < padded_dim; column += 2 * GROUP) {
-            _tile_zero(0);
-            _tile_zero(1);
-            for (int64_t g = 0; g < groups; g++) {
-                const bf16* values = tile.values[g] + column * 2;
-                _tile_loadd(6, weights + g * GROUP / 2, TILE * sizeof(float));
-                _tile_loadd(7, values, row);
-                _tile_dpbf16ps(0, 6, 7);
-                _tile_loadd(7, values + GROUP * 2, row);
-                _tile_dpbf16ps(1, 6, 7);
+        _tile_zero(0);
+        _tile_zero(1);
+        if (N > 2) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t g = 0; g < groups; g++) {
+            const bf16* values = tile.values[g] + column * 2;
+            _tile_loadd(6, weights + g * GROUP / 2, TILE * sizeof(float));
+            _tile_loadd(7, values, row);
+            _tile_dpbf16ps(0, 6, 7);
+            _tile_loadd(7, values + GROUP * 2, row);
+            _tile_dpbf16ps(1, 6, 7);
+            if (N > 2) {
+                _tile_loadd(7, values + 2 * GROUP * 2, row);
+                _tile_dpbf16ps(2, 6, 7);
+                _tile_loadd(7, values + 3 * GROUP * 2, row);
+                _tile_dpbf16ps(3, 6, 7);
             }
-            _tile_stored(0, out + column, row);
-            _tile_stored(1, out + column + GROUP, row);
+        }
+        _tile_stored(0, out + column, row);
+        _tile_stored(1, out + column + GROUP, row);
+        if (N > 2) {
+            _tile_stored(2, out + column + 2 * GROUP, row);
+            _tile_stored(3, out + column + 3 * GROUP, row);
         }
     }
 };

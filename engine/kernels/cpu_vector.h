@@ -156,6 +156,33 @@ static inline vf exp(vf x) {
     return x < -87.0f ? vf{} : result;
 }
 
+// 2^x for x <= 0 to 1 unit in the last place: 1 + r P(r) on [-1/2, 1/2], P of degree 5 through
+// (2^r - 1) / r at Chebyshev nodes. Results below the smallest normal number are 0.
+static inline vf exp2_of_negative(vf x) {
+#if VECTOR_BYTES == 64
+    vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    constexpr float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    x = x < -127.0f ? splat(-127.0f) : x;
+    vf n = (x + to_integer) - to_integer;
+#endif
+    vf r = x - n;
+    vf p = splat(1.545316295e-4f);
+    p = p * r + 1.339086336e-3f;
+    p = p * r + 9.618082557e-3f;
+    p = p * r + 5.550357114e-2f;
+    p = p * r + 2.402265076e-1f;
+    p = p * r + 6.931471880e-1f;
+    p = p * r + 1.0f;
+#if VECTOR_BYTES == 64
+    __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_scalef_ps(is_normal, (__m512)p, (__m512)n);
+#else
+    vf result = (vf)((vi)p + (__builtin_convertvector(n, vi) << 23));
+    return x < -126.0f ? vf{} : result;
+#endif
+}
+
 static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 
 // Absolute error below 2e-7.
