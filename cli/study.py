@@ -104,6 +104,7 @@ HELP = {
     "transformers_batch_size": "Prompts in a call of transformers.",
     "vocab_size": "Tokens to choose from in each row.",
     "window": "Tokens of a window of the text.",
+    "window_len": "Tokens of the window that is scored whole.",
 }
 
 SHARED: dict[str, Any] = {

@@ -44,7 +44,7 @@ from llmbench.bench.studies.study import (
 from llmbench.bench.studies.vs_transformers import VsTransformersSettings, ratio_of_pairs
 from llmbench.reports.study_report import write_study_report
 
-UNITS = ("_s", "_bytes", "_share", "_ratio")
+UNITS = ("_s", "_bytes", "_share", "_ratio", "_nats")
 UNITLESS = {"mean_batch", "ratio"}
 
 
@@ -462,17 +462,18 @@ def test_vs_transformers_study_times_both_sides_in_turn(tiny_model: str, tmp_pat
         batch_size=3,
         transformers_batch_size=2,
         prompt_len=12,
+        window_len=20,
         repetitions=2,
         start_ups=0,
         num_threads=1,
     )
     result = run(vs_transformers.STUDY, settings, tmp_path)
     record = result.to_record()
-    for name in ("one_stream_ratio", "batch_ratio", "prompt_ratio"):
+    for name in ("one_stream_ratio", "batch_ratio", "prompt_ratio", "window_ratio"):
         assert 0 < record[name]["low"] <= record[name]["value"] <= record[name]["high"]
         assert record[name]["interval"] == "range of 2 pairs"
     loads = [row for row in result.rows if row["measure"] != "memory"]
-    assert [row["side"] for row in loads] == 3 * [
+    assert [row["side"] for row in loads] == 4 * [
         "built-in",
         "transformers",
         "transformers",
@@ -480,6 +481,8 @@ def test_vs_transformers_study_times_both_sides_in_turn(tiny_model: str, tmp_pat
     ]
     sizes = {(row["measure"], row["side"]): row["num_requests"] for row in loads}
     assert (sizes["batch", "built-in"], sizes["batch", "transformers"]) == (3, 2)
+    nats = record["mean_token_nats"]
+    assert nats["built-in"] == pytest.approx(nats["transformers"], rel=1e-2)  # of bfloat16
     assert record["peak_memory"]["peak_resident_bytes"] > record["peak_memory"]["weight_bytes"]
     assert_report(tmp_path, "vs-transformers")
 

@@ -39,6 +39,9 @@ class Side(Protocol):
     def prefill(self, prompt: Sequence[int]) -> float:
         """Seconds to compute a prompt and the likeliest token after it."""
 
+    def score(self, window: Sequence[int]) -> tuple[float, float]:
+        """Seconds to compute the log-probability of each token but the first; their sum, nats."""
+
     def facts(self) -> dict[str, Any]:
         """Memory of the process, and which code runs."""
 
@@ -108,6 +111,15 @@ class _BuiltInSide:
     def prefill(self, prompt: Sequence[int]) -> float:
         return self.generate([prompt], 1)
 
+    def score(self, window: Sequence[int]) -> tuple[float, float]:
+        from llmbench.engine.scoring import ScoreRequest, ScoringEngine
+
+        self._core.reset_prefix_cache()
+        request = ScoreRequest(context=tuple(window[:1]), continuations=(tuple(window[1:]),))
+        started = time.perf_counter()
+        ((_, (answer,)),) = ScoringEngine(self._core).score([request])
+        return time.perf_counter() - started, answer.loglikelihood
+
     def facts(self) -> dict[str, Any]:
         plan = self._core.memory_plan
         return {
@@ -168,6 +180,16 @@ class _TransformersSide:
             output.logits[:, -1].argmax(dim=-1).tolist()
             return time.perf_counter() - started
 
+    def score(self, window: Sequence[int]) -> tuple[float, float]:
+        import torch
+
+        with torch.inference_mode():
+            ids = torch.tensor([list(window)], device=self._model.device)
+            started = time.perf_counter()
+            logits = self._model(ids, use_cache=False).logits[0, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+            return time.perf_counter() - started, -loss
+
     def facts(self) -> dict[str, Any]:
         return {
             "kernel": f"transformers {self._model.config._attn_implementation}",
@@ -196,6 +218,11 @@ class SideProcess:
         """Seconds to compute the prompt, on the side's own clock."""
         seconds: float = self._call("prefill", prompt)
         return seconds
+
+    def score(self, window: Sequence[int]) -> tuple[float, float]:
+        """Seconds to score the window's tokens but the first, and their log-probability."""
+        answer: tuple[float, float] = self._call("score", window)
+        return answer
 
     def facts(self) -> dict[str, Any]:
         """Memory of the process so far, and which code runs."""

@@ -1,9 +1,11 @@
 """How fast is the built-in engine against transformers' `generate`? The same prompts, in pairs.
 
-Three loads: one stream; many requests at once, against `generate` with the batch that it is usually
-given; and a prompt alone, logits of its last token. The sides take turns (A B, B A …), so a drift
-of the machine falls on both, and each ratio is of two neighbours in time. Beside the ratios stand
-the time from a checkpoint's path to the first token in a fresh process, and the engine's memory.
+Four loads: one stream; many requests at once, against `generate` with the batch that it is usually
+given; a prompt alone, logits of its last token; and a window of a text whose every token is
+scored, as perplexity needs it, against the plain loop over the model. The sides take turns (A B,
+B A …), so a drift of the machine falls on both, and each ratio is of two neighbours in time. Beside
+the ratios stand the time from a checkpoint's path to the first token in a fresh process, and the
+engine's memory.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from llmbench.bench.errors import BenchConfigError
 from llmbench.bench.studies.study import (
     Conclusion,
     Lab,
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 BUILT_IN, TRANSFORMERS = "built-in", "transformers"
 SIDES = (BUILT_IN, TRANSFORMERS)
-LOADS = ("one_stream", "batch", "prompt")
+LOADS = ("one_stream", "batch", "prompt", "window")
 WARMUP_TOKENS = 8
 START_UP_PROMPT_LEN = 16
 MIB = 2**20
@@ -45,6 +48,7 @@ class VsTransformersSettings(ModelSettings):
         batch_size: Requests that come at once to the built-in engine.
         transformers_batch_size: Prompts that `generate` gets in one call.
         prompt_len: Tokens of the prompt that is computed alone.
+        window_len: Tokens of the window that is scored.
         start_ups: Starts of a fresh process, with and without `compile`; 0 leaves them out.
     """
 
@@ -55,6 +59,7 @@ class VsTransformersSettings(ModelSettings):
     batch_size: int = 64
     transformers_batch_size: int = 8
     prompt_len: int = 512
+    window_len: int = 2048
     repetitions: int = 3
     start_ups: int = 2
 
@@ -68,18 +73,21 @@ class VsTransformersSettings(ModelSettings):
             "prompt_len",
             "repetitions",
         )
+        if self.window_len < 2:
+            raise BenchConfigError(f"window_len must be at least 2, not {self.window_len}")
 
     @property
     def engine_config(self) -> EngineConfig:
         """The built-in engine, with a KV pool that the loads just fill."""
         block_size = 16
         batch_blocks = self.batch_size * -(-(self.input_len + self.output_len) // block_size)
-        prompt_blocks = -(-(self.prompt_len + 1) // block_size)
+        longest = max(self.prompt_len, self.window_len) + 1
+        prompt_blocks = -(-longest // block_size)
         return self.engine(
             policy="chunked",
             max_num_seqs=max(self.batch_size, 1),
             max_num_batched_tokens=max(512, self.prompt_len, self.batch_size),
-            max_model_len=max(self.input_len + self.output_len, self.prompt_len + 1),
+            max_model_len=max(self.input_len + self.output_len, longest),
             num_kv_blocks=max(batch_blocks, prompt_blocks),
             block_size=block_size,
         )
@@ -126,17 +134,34 @@ def _measure_load(
     prompts: "PromptSource",
 ) -> Iterator[Row]:
     """Time one load on both sides in turn; both have run it once, cut short, before."""
-    input_len = settings.prompt_len if load == "prompt" else settings.input_len
+    input_len = {"prompt": settings.prompt_len, "window": settings.window_len}.get(
+        load, settings.input_len
+    )
     sizes = {
         BUILT_IN: settings.batch_size if load == "batch" else 1,
         TRANSFORMERS: settings.transformers_batch_size if load == "batch" else 1,
     }
 
-    def run(side: str, name: str, output_len: int) -> float:
+    def run(side: str, name: str, output_len: int) -> Row:
+        """Time one run, and count its tokens."""
         drawn = prompts.draw([input_len] * max(sizes.values()), name)[: sizes[side]]
+        process = processes[side]
         if load == "prompt":
-            return processes[side].prefill(drawn[0])
-        return processes[side].generate(drawn, output_len)
+            seconds, scored, generated = process.prefill(drawn[0]), {}, 1
+        elif load == "window":
+            seconds, nats = process.score(drawn[0])
+            scored, generated = {"mean_token_nats": -nats / (input_len - 1)}, 0
+        else:
+            seconds, scored = process.generate(drawn, output_len), {}
+            generated = sizes[side] * output_len
+        num_tokens = input_len if load in ("prompt", "window") else generated
+        return {
+            "num_prompt_tokens": sizes[side] * input_len,
+            "num_output_tokens": generated,
+            "duration_s": seconds,
+            "throughput_tok_s": num_tokens / seconds,
+            **scored,
+        }
 
     for side in SIDES:
         run(side, f"{load}/warm-up", min(WARMUP_TOKENS, settings.output_len))
@@ -145,17 +170,13 @@ def _measure_load(
         lab.progress(f"{load.replace('_', ' ')}, {side}", done, len(order))
         (idle,) = (process for name, process in processes.items() if name != side)
         idle_before_s = idle.cpu_s()
-        seconds = run(side, f"{load}/{repetition}", settings.output_len)
-        num_tokens = input_len if load == "prompt" else sizes[side] * settings.output_len
+        measured = run(side, f"{load}/{repetition}", settings.output_len)
         yield {
             "measure": load,
             "side": side,
             "repetition": repetition,
             "num_requests": sizes[side],
-            "num_prompt_tokens": sizes[side] * input_len,
-            "num_output_tokens": 1 if load == "prompt" else num_tokens,
-            "duration_s": seconds,
-            "throughput_tok_s": num_tokens / seconds,
+            **measured,
             "idle_side_cpu_s": idle.cpu_s() - idle_before_s,
         }
 
@@ -211,7 +232,7 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
                 "high_ratio": ratios[load]["high"],
             }
         )
-    one, batch, prompt = (ratios[load]["value"] for load in LOADS)
+    one, batch, prompt, window = (ratios[load]["value"] for load in LOADS)
     memory = next(row for row in rows if row["measure"] == "memory" and row["side"] == BUILT_IN)
     notes = [
         f"ratios: median and {ratios[LOADS[0]]['interval']}",
@@ -243,6 +264,11 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     idle = max(row["idle_side_cpu_s"] / row["duration_s"] for row in loads)
     summary["idle_side_cpu_share"] = idle
     notes.append(f"the side that waited used at most {idle:.1%} of a core")
+    nats = [median_of(rows, "mean_token_nats", measure="window", side=side) for side in SIDES]
+    summary["mean_token_nats"] = dict(zip(SIDES, nats, strict=True))
+    notes.append(
+        "both score the same windows of random tokens: {:.4f} and {:.4f} nats a token".format(*nats)
+    )
     built_in = {
         load: median_of(rows, "num_requests", measure=load, side=BUILT_IN) for load in LOADS
     }
@@ -251,7 +277,8 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
         finding=(
             f"the built-in engine generates {one:.2f} times as fast as transformers for one "
             f"stream, {batch:.2f} times with {built_in['batch']:.0f} requests at once (against a "
-            f"batch of {size:.0f}), and computes prompts {prompt:.2f} times as fast"
+            f"batch of {size:.0f}), computes prompts {prompt:.2f} times as fast, and scores "
+            f"every token of a window {window:.2f} times as fast"
         ),
         table=table,
         summary=summary,
