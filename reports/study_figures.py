@@ -144,6 +144,25 @@ def vs_lm_eval(folder: Path, rows: list[Row], settings: dict[str, Any], caption:
     return bar_figure(frame, caption, baseline="lm-eval"), frame
 
 
+def eval_invariance(
+    folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption
+) -> Drawn:
+    """How far apart each way of running brings the answers, a panel a task."""
+    frame = bar_frame(
+        {
+            "panel": f"{row['task']}, {row['num_items']} documents: other answers (%)",
+            "label": row["variant"],
+            "value": 100 * (1 - row["num_same_answers"] / row["num_answers"]),
+            "note": None
+            if row["max_logprob_difference"] is None
+            else f"at most {row['max_logprob_difference']:.1e} nats",
+        }
+        for row in rows
+        if row["num_answers"]
+    )
+    return bar_figure(frame, caption, baseline="as it runs"), frame
+
+
 def quantization_quality(
     folder: Path, rows: list[Row], settings: dict[str, Any], caption: Caption
 ) -> Drawn:
@@ -248,6 +267,9 @@ FIGURES: dict[str, tuple[StudyFigure, ...]] = {
     ),
     "vs-lm-eval": (
         StudyFigure("vs-lm-eval", "llmbench eval and lm-evaluation-harness", vs_lm_eval),
+    ),
+    "eval-invariance": (
+        StudyFigure("eval-invariance", "Answers by way of running", eval_invariance),
     ),
     "quantization": (
         StudyFigure(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from llmbench.bench.studies.eval_invariance import VARIANTS
 from llmbench.bench.studies.registry import STUDIES
 from llmbench.bench.studies.study import Lab, Row, Study, run_study
 from llmbench.reports.errors import NothingToReportError
@@ -57,6 +58,21 @@ ROWS: dict[str, list[Row]] = {
             "kv_bytes": 2**30,
             "lm_eval_peak_resident_bytes": 2**32,
         }
+        for task, difference in (("winogrande", 2e-6), ("gsm8k", None))
+    ],
+    "eval-invariance": [
+        {
+            "task": task,
+            "variant": variant,
+            "num_items": 8,
+            "duration_s": 2.0,
+            "num_answers": 8,
+            "num_same_answers": same,
+            "max_logprob_difference": difference,
+            "num_logprobs": 0 if difference is None else 32,
+            "num_equal_logprobs": 0 if difference is None else 24,
+        }
+        for variant, same in zip(VARIANTS, (8, 8, 7, 6, 8), strict=True)
         for task, difference in (("winogrande", 2e-6), ("gsm8k", None))
     ],
     "step-cost": [

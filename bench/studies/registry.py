@@ -4,6 +4,7 @@ from typing import Any
 
 from llmbench.bench.studies import (
     batching,
+    eval_invariance,
     kv_cache,
     load_generator,
     paged_vs_reserved,
@@ -25,6 +26,7 @@ STUDIES: dict[str, Study[Any]] = {
         quantization.STUDY,
         vs_transformers.STUDY,
         vs_lm_eval.STUDY,
+        eval_invariance.STUDY,
         step_cost.STUDY,
         load_generator.STUDY,
     )

@@ -1,0 +1,198 @@
+"""Do an evaluation's answers depend on how the engine runs it? The same questions, run five ways.
+
+A score must be the model's and not the batch's: which requests share a step, where a prompt is cut
+into chunks, whether its beginning comes from the prefix cache. So the same documents are asked as
+`llmbench eval` does it, one request at a time, in short chunks, without a prefix cache, and in two
+halves, of which the second comes first. In float32 log-likelihoods agree to rounding (1e-5 nats).
+In bfloat16 a sum in another order may round another way, and the share of documents with the same
+answer says how much of a score is arithmetic.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmbench.bench.errors import BenchConfigError
+from llmbench.bench.studies.study import (
+    Conclusion,
+    Lab,
+    ModelSettings,
+    Row,
+    Study,
+    require_positive,
+)
+
+if TYPE_CHECKING:
+    from llmbench.bench.accuracy.eval_config import EvalConfig
+    from llmbench.bench.accuracy.items import ItemRecord
+
+AS_IT_RUNS = "as it runs"
+HALVES = "in halves"
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    AS_IT_RUNS: {},
+    "one at a time": {"max_num_seqs": 1},
+    "short chunks": {"max_num_batched_tokens": 48, "max_num_seqs": 16},
+    "no prefix cache": {"prefix_cache": "none"},
+    HALVES: {},
+}
+"""Engine settings by way of running; what they leave open is `llmbench eval`'s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalInvarianceSettings(ModelSettings):
+    """What is asked.
+
+    Attributes:
+        tasks: Names of tasks and groups.
+        limit: First documents of each task.
+        data_dir: Folder of local data.
+        include: Task files of the user's own, or folders of them.
+    """
+
+    tasks: tuple[str, ...] = ("arc_challenge", "winogrande", "gsm8k")
+    limit: int = 16
+    data_dir: str = "data"
+    include: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_positive(self, "limit")
+        if not self.tasks:
+            raise BenchConfigError("expected at least one task, found none")
+
+    @property
+    def eval_config(self) -> "EvalConfig":
+        """The documents and their prompts."""
+        from llmbench.bench.accuracy.eval_config import EvalConfig
+
+        return EvalConfig(
+            tasks=self.tasks,
+            limits=self.limit,
+            data_dir=Path(self.data_dir).expanduser(),
+            include=tuple(Path(each).expanduser() for each in self.include),
+        )
+
+
+def measure(settings: EvalInvarianceSettings, lab: Lab) -> Iterator[Row]:
+    """Yield a row for each task and way of running it."""
+    from llmbench.bench.accuracy.eval_plan import prepare
+
+    prepare(settings.eval_config)  # what cannot be asked fails before a model is loaded
+    expected: dict[str, list[ItemRecord]] = {}
+    for done, variant in enumerate(VARIANTS):
+        lab.progress(variant, done, len(VARIANTS))
+        folder = lab.folder / variant.replace(" ", "-")
+        seconds, items = answer(settings, variant, folder)
+        expected = expected or items
+        for task, found in items.items():
+            yield {
+                "task": task,
+                "variant": variant,
+                "num_items": len(found),
+                "duration_s": seconds,
+                **compare(expected[task], found),
+            }
+
+
+def answer(
+    settings: EvalInvarianceSettings, variant: str, folder: Path
+) -> "tuple[float, dict[str, list[ItemRecord]]]":
+    """Ask all; returns the seconds without loading, and the items by task."""
+    import time
+
+    from llmbench.bench.accuracy.engine_model import EngineModel
+    from llmbench.bench.accuracy.eval_plan import prepare
+    from llmbench.bench.accuracy.evaluation import evaluate
+    from llmbench.bench.accuracy.items import items_path, read_items
+
+    model = EngineModel(settings.engine(**VARIANTS[variant]))
+    model.load()
+    shards: tuple[tuple[int, int] | None, ...] = ((1, 2), (0, 2)) if variant == HALVES else (None,)
+    started = time.perf_counter()
+    items: dict[str, list[ItemRecord]] = {}
+    for number, shard in enumerate(shards):
+        prepared = prepare(dataclasses.replace(settings.eval_config, shard=shard))
+        part = folder / str(number)
+        evaluate(prepared, model, part)
+        for each in prepared.tasks:
+            name = each.task.name
+            items.setdefault(name, []).extend(read_items(items_path(part, name)))
+    seconds = time.perf_counter() - started
+    model.close()
+    return seconds, {
+        name: sorted(found, key=lambda item: item.doc_id) for name, found in items.items()
+    }
+
+
+def compare(expected: "Sequence[ItemRecord]", found: "Sequence[ItemRecord]") -> Row:
+    """How far answers to the same documents are apart; a text's log-likelihood is per token."""
+    differences: list[float] = []
+    num_same = num_answers = 0
+    for one, other in zip(expected, found, strict=True):
+        assert (one.doc_id, one.prompt_hash) == (other.doc_id, other.prompt_hash)
+        if one.loglikelihoods is not None and other.loglikelihoods is not None:
+            size = 1 if one.text_size is None else sum(one.num_tokens)
+            pairs = zip(one.loglikelihoods, other.loglikelihoods, strict=True)
+            differences += [abs(a - b) / size for a, b in pairs]
+        if one.response is not None or one.pick is not None:
+            num_answers += 1
+            num_same += (one.response, one.pick) == (other.response, other.pick)
+    return {
+        "num_answers": num_answers,
+        "num_same_answers": num_same,
+        "max_logprob_difference": max(differences, default=None),
+        "num_logprobs": len(differences),
+        "num_equal_logprobs": sum(difference == 0 for difference in differences),
+    }
+
+
+def conclude(rows: Sequence[Row]) -> Conclusion:
+    """A line a way of running, over all tasks."""
+    table = [_table_row(variant, rows) for variant in VARIANTS]
+    shares = _known(table[1:], "same_answer_share")
+    apart = _known([row for row in rows if row["variant"] != AS_IT_RUNS], "max_logprob_difference")
+    parts = []
+    if shares:
+        parts.append(f"at least {min(shares):.1%} of the answers are the same")
+    if apart:
+        parts.append(f"log-likelihoods are at most {max(apart):.1e} nats apart")
+    return Conclusion(
+        finding=f"{table[0]['num_items']} documents, run {len(table)} ways: {', '.join(parts)}",
+        table=table,
+        summary={
+            "same_answer_share": min(shares, default=None),
+            "max_logprob_difference": max(apart, default=None),
+        },
+        notes=(f"compared with {AS_IT_RUNS!r}; every way asks the same prompts",),
+    )
+
+
+def _table_row(variant: str, rows: Sequence[Row]) -> Row:
+    here = [row for row in rows if row["variant"] == variant]
+    apart = _known(here, "max_logprob_difference")
+
+    def share(part: str, whole: str) -> float | None:
+        total = sum(row[whole] for row in here)
+        return sum(row[part] for row in here) / total if total else None
+
+    return {
+        "variant": variant,
+        "num_items": sum(row["num_items"] for row in here),
+        "same_answer_share": share("num_same_answers", "num_answers"),
+        "equal_logprob_share": share("num_equal_logprobs", "num_logprobs"),
+        "max_logprob_difference": f"{max(apart):.1e}" if apart else "none",
+        "duration_s": here[0]["duration_s"],
+    }
+
+
+def _known(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row[name] is not None]
+
+
+STUDY = Study(
+    name="eval-invariance",
+    settings_type=EvalInvarianceSettings,
+    measure=measure,
+    conclude=conclude,
+)
