@@ -268,6 +268,8 @@ def _run(
         raise typer.Exit(INTERRUPTED)
     if values["format"] == "lm-eval":
         _write_harness_files(folder, prepared, candidate, streams)
+    elif values["format"] == "parquet":
+        _write_item_tables(folder, streams)
     if code := exit_code(folder):
         raise typer.Exit(code)
 
@@ -284,6 +286,13 @@ def _write_harness_files(
 
     results, *samples = write_lm_eval(folder, prepared, model)
     streams.note(f"lm-eval  {results} and samples of {counted(len(samples), 'task')} beside it")
+
+
+def _write_item_tables(folder: Path, streams: Output) -> None:
+    from llmbench.bench.accuracy.item_tables import write_item_tables
+
+    tables = write_item_tables(folder)
+    streams.note(f"parquet  {counted(len(tables), 'table')} of items in {folder}")
 
 
 def _run_harness(

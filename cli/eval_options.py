@@ -19,7 +19,7 @@ from llmbench.cli.options import OUTPUT, defaults_of, option
 EVAL = defaults_of(EvalConfig)
 TASKS, PROMPTS, COMPARISON, PERPLEXITY_PANEL = "Tasks", "Prompts", "Comparison", "Perplexity"
 
-OutputFormat = Literal["llmbench", "lm-eval"]
+OutputFormat = Literal["llmbench", "lm-eval", "parquet"]
 Backend = Literal["engine", "lm-eval"]
 
 
@@ -282,7 +282,11 @@ BaseURL = Annotated[
 ]
 FormatOption = Annotated[
     OutputFormat,
-    option(OUTPUT, "--format", help="`lm-eval` also writes the harness's results and samples."),
+    option(
+        OUTPUT,
+        "--format",
+        help="`lm-eval` also writes the harness's results and samples, `parquet` tables of items.",
+    ),
 ]
 
 

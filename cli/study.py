@@ -68,7 +68,7 @@ HELP = {
     "duration_s": "Seconds of load at each rate.",
     "gsm8k_limit": "Documents of GSM8K, whose answers are long.",
     "harness_batch_sizes": "Batch sizes of lm-eval, rising; the fastest is taken for each task.",
-    "include": "Task files of your own, or folders of them.",
+    "include": "Task file of your own, or folder of them.",
     "input_len": "Tokens of a prompt.",
     "input_lens": "Fewest and most tokens of a prompt.",
     "kv_tokens": "Tokens that the KV pool holds.",

@@ -153,9 +153,9 @@ def eval_invariance(
             "panel": f"{row['task']}, {row['num_items']} documents: other answers (%)",
             "label": row["variant"],
             "value": 100 * (1 - row["num_same_answers"] / row["num_answers"]),
-            "note": None
-            if row["max_logprob_difference"] is None
-            else f"at most {row['max_logprob_difference']:.1e} nats",
+            "note": f"at most {row['max_logprob_difference']:.1e} nats"
+            if row["max_logprob_difference"]
+            else None,
         }
         for row in rows
         if row["num_answers"]

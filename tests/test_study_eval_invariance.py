@@ -71,7 +71,7 @@ def test_every_way_of_running_gives_the_same_answers_in_float32(
         tasks=("sums", "spoken"),
         limit=6,
         data_dir=str(small_tasks),
-        include=(str(small_tasks),),
+        include=str(small_tasks),
     )
     rows = list(measure(settings, Lab(folder=tmp_path)))
     assert [(row["variant"], row["task"]) for row in rows] == [

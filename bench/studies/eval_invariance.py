@@ -48,13 +48,13 @@ class EvalInvarianceSettings(ModelSettings):
         tasks: Names of tasks and groups.
         limit: First documents of each task.
         data_dir: Folder of local data.
-        include: Task files of the user's own, or folders of them.
+        include: Task file of the user's own, or a folder of them.
     """
 
     tasks: tuple[str, ...] = ("arc_challenge", "winogrande", "gsm8k")
     limit: int = 16
     data_dir: str = "data"
-    include: tuple[str, ...] = ()
+    include: str | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, "limit")
@@ -70,7 +70,7 @@ class EvalInvarianceSettings(ModelSettings):
             tasks=self.tasks,
             limits=self.limit,
             data_dir=Path(self.data_dir).expanduser(),
-            include=tuple(Path(each).expanduser() for each in self.include),
+            include=() if self.include is None else (Path(self.include).expanduser(),),
         )
 
 
@@ -156,7 +156,11 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     if shares:
         parts.append(f"at least {min(shares):.1%} of the answers are the same")
     if apart:
-        parts.append(f"log-likelihoods are at most {max(apart):.1e} nats apart")
+        parts.append(
+            f"log-likelihoods are at most {max(apart):.1e} nats apart"
+            if max(apart) > 0
+            else "log-likelihoods are equal to the last bit"
+        )
     return Conclusion(
         finding=f"{table[0]['num_items']} documents, run {len(table)} ways: {', '.join(parts)}",
         table=table,
