@@ -180,21 +180,32 @@ def engine_logits(logits_in_pieces: Callable[..., Tensor]) -> Callable[[Path], T
 
 
 @pytest.fixture
-def compressed_tensors_rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the engine's reference round inputs as compressed-tensors does.
+def round_inputs_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the engine round inputs to 8 bits as a peer does, where that differs from its own rule.
 
-    It divides twice the largest value into 255 steps, where the engine and the kernels that serve
-    such files divide the largest value into 127. With its rule, the same codes must give the same
-    logits.
+    The engine and the kernels that serve such files divide the largest value of a token into 127.
+    With a peer's rule the same codes must give the same logits; without any rounding these move by
+    3 %. gptqmodel computes in float16, so inputs near a half still go to a neighbouring code: 1.6 %.
     """
+    import llmbench.engine.layers.torch_quantized_linear
+    import llmbench.quant.linear
 
-    def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    def compressed_tensors(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Divides twice the largest value into 255 steps."""
         x = x.float()
         scales = x.abs().amax(dim=-1, keepdim=True) / 127.5
         return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
 
-    def switch() -> None:
-        monkeypatch.setattr("llmbench.quant.linear.quantize_activations", quantize_activations)
+    def gptqmodel(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Its scale is a float16 number."""
+        x = x.half()
+        scales = x.abs().amax(dim=-1, keepdim=True).div(127.0).float()
+        return (x / scales).round().clamp(-128, 127).to(torch.int8), scales
+
+    def switch(peer: str) -> None:
+        rules = {"compressed-tensors": compressed_tensors, "gptqmodel": gptqmodel}
+        for module in (llmbench.quant.linear, llmbench.engine.layers.torch_quantized_linear):
+            monkeypatch.setattr(module, "quantize_activations", rules[peer])
 
     return switch
 

@@ -149,14 +149,14 @@ def test_engine_computes_the_peers_logits(
     case: str,
     peer_made: Callable[[str, str], tuple[Path, Any]],
     engine_logits: Callable[[Path], torch.Tensor],
-    compressed_tensors_rounding: Callable[[], None],
+    round_inputs_as: Callable[[str], None],
 ) -> None:
     """In float32 against the peer's float16 or bfloat16: near, and no more than that."""
     folder, reading = peer_made(name, case)
     asked = {**DEFAULTS, "dtype": "bfloat16", **CASES[name][case]}
     is_compressed = name == "llmcompressor"
-    if is_compressed and asked["activations"] == "int8":
-        compressed_tensors_rounding()
+    if asked["activations"] == "int8":
+        round_inputs_as("compressed-tensors" if is_compressed else name)
     tolerance = 1e-4 if is_compressed and asked["dtype"] == "float32" else 0.02
     difference = engine_logits(folder) - reading.logits
     assert (difference.norm() / reading.logits.norm()).item() < tolerance
