@@ -184,8 +184,8 @@ def round_inputs_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Let the engine round inputs to 8 bits as a peer does, where that differs from its own rule.
 
     The engine and the kernels that serve such files divide the largest value of a token into 127.
-    With a peer's rule the same codes must give the same logits; without any rounding these move by
-    3 %. gptqmodel computes in float16, so inputs near a half still go to a neighbouring code: 1.6 %.
+    With a peer's rule the same codes must give the same logits; without any rounding these move
+    by 3 %. gptqmodel computes in float16, so inputs near a half go to a neighbouring code: 1.6 %.
     """
     import llmbench.engine.layers.torch_quantized_linear
     import llmbench.quant.linear
