@@ -103,13 +103,13 @@ HELP = {
     "short_input_len": "Tokens of the other prompts, on average.",
     "start_ups": "Starts of a fresh process to time; 0 leaves them out.",
     "suffix_len": "Tokens that follow them.",
-    "tasks": "Tasks and groups.",
+    "tasks": "Tasks and groups, as `llmbench eval --list-tasks` names them.",
     "text": "Text file for perplexity and divergence.",
     "time_limit_s": "Longest time of a policy, seconds.",
     "transformers_batch_size": "Prompts in a call of transformers.",
     "vocab_size": "Tokens to choose from in each row.",
     "window": "Tokens of a window of the text.",
-    "window_len": "Tokens of the window that is scored whole.",
+    "window_len": "Tokens of the window that is scored whole; 2048, or what the model reads.",
 }
 
 SHARED: dict[str, Any] = {

@@ -317,7 +317,8 @@ def test_interrupted_run_says_how_to_go_on_and_ends_like_an_undisturbed_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = models[1]
-    assert run(small, own, tmp_path / "whole") == 0
+    assert run(small, own, tmp_path / "whole", "--format", "parquet") == 0
+    assert list((tmp_path / "whole").glob("items-*.parquet"))
     original = ItemFile.append
     written: list[Any] = []
 

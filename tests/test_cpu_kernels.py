@@ -244,7 +244,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128), (2, 1, 6)]
+    ("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128), (2, 1, 6), (2, 2, 96)]
 )
 def test_attention_equals_reference(
     kernels: Callable[[torch.dtype], CpuOps],

@@ -269,14 +269,15 @@ def test_a_row_has_the_same_bits_in_any_company(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("exponent", [0.0, 10.0, 30.0], ids=["even", "wide", "widest"])
+@pytest.mark.parametrize("sym", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("exponent", [0.0, 10.0, 30.0], ids=["even", "wide", "subnormal"])
 @pytest.mark.parametrize("group_size", [16, 32, 48, -1])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_few_rows_have_the_bits_that_many_rows_have(
-    ops: CpuOps, bits: int, group_size: int, exponent: float
+    ops: CpuOps, bits: int, group_size: int, exponent: float, sym: bool
 ) -> None:
-    """Inputs of any size, subnormal ones among them: where order and rounding show."""
-    weight = make_weight(100, 330, bits=bits, group_size=group_size, sym=False)
+    """Inputs of any size, with the widest spread subnormal ones: where order and rounding show."""
+    weight = make_weight(100, 330, bits=bits, group_size=group_size, sym=sym)
     layer = ops.make_quantized_linear(weight, None)
     spread = torch.exp2(exponent * draw(16, 330).float() - 2 * exponent)
     x = (draw(330, 16).t().float() * spread).bfloat16()

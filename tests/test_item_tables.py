@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from llmbench.bench.accuracy.item_tables import write_item_tables
+from llmbench.bench.accuracy.item_tables import item_table, write_item_tables
 from llmbench.bench.accuracy.items import ItemFile, ItemRecord, items_path
 
 
@@ -60,3 +60,22 @@ def test_each_task_becomes_a_table_of_its_items(tmp_path: Path) -> None:
     spoken = pd.read_parquet(tmp_path / "items-spoken.parquet")
     assert list(spoken["gold"]) == ["넷"]
     assert list(spoken["filtered.strict"]) == list(spoken["pick"]) == ["four"]
+
+
+def test_documents_whose_targets_are_of_several_kinds_share_a_column() -> None:
+    def gold(*values: Any) -> list[Any]:
+        found: list[Any] = item_table([item(n, gold=value) for n, value in enumerate(values)])[
+            "gold"
+        ].to_pylist()
+        return found
+
+    assert gold(1, 2) == [1, 2]
+    assert gold(1, (0, 2)) == [[1], [0, 2]]
+    assert gold("a", ("b", "c")) == [["a"], ["b", "c"]]
+    assert gold(1, "b") == ["1", "b"]
+
+
+def test_types_do_not_depend_on_what_a_task_left_empty() -> None:
+    plain = item_table([item(0)])
+    full = item_table([item(0, fewshot_ids=(1,), response="x", text_size=(1, 2))])
+    assert plain.schema == full.schema

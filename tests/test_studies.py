@@ -14,6 +14,7 @@ import pytest
 
 from llmbench.bench import strict_json
 from llmbench.bench.errors import BenchConfigError, ResultsError
+from llmbench.bench.model_facts import read_model_facts
 from llmbench.bench.results import read_results
 from llmbench.bench.studies import (
     batching,
@@ -462,7 +463,6 @@ def test_vs_transformers_study_times_both_sides_in_turn(tiny_model: str, tmp_pat
         batch_size=3,
         transformers_batch_size=2,
         prompt_len=12,
-        window_len=20,
         repetitions=2,
         start_ups=0,
         num_threads=1,
@@ -479,12 +479,19 @@ def test_vs_transformers_study_times_both_sides_in_turn(tiny_model: str, tmp_pat
         "transformers",
         "built-in",
     ]
+    windows = {row["num_prompt_tokens"] for row in loads if row["measure"] == "window"}
+    assert windows == {read_model_facts(Path(tiny_model), settings.engine()).max_model_len}
     sizes = {(row["measure"], row["side"]): row["num_requests"] for row in loads}
     assert (sizes["batch", "built-in"], sizes["batch", "transformers"]) == (3, 2)
     nats = record["mean_token_nats"]
     assert nats["built-in"] == pytest.approx(nats["transformers"], rel=1e-2)  # of bfloat16
     assert record["peak_memory"]["peak_resident_bytes"] > record["peak_memory"]["weight_bytes"]
     assert_report(tmp_path, "vs-transformers")
+
+
+def test_a_window_of_one_token_has_nothing_to_score() -> None:
+    with pytest.raises(BenchConfigError, match="window_len must be at least 2, not 1"):
+        VsTransformersSettings(window_len=1)
 
 
 def test_ratio_is_of_pairs_of_the_same_repetition() -> None:

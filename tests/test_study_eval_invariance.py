@@ -1,12 +1,14 @@
 """The study of what an evaluation's answers depend on: five ways of running, one set of answers."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmbench.bench import strict_json
 from llmbench.bench.accuracy.items import ItemRecord
 from llmbench.bench.errors import BenchConfigError
 from llmbench.bench.studies.eval_invariance import (
@@ -43,7 +45,21 @@ def test_another_pick_and_another_sum_are_counted() -> None:
         "max_logprob_difference": 2.0,
         "num_logprobs": 4,
         "num_equal_logprobs": 1,
+        "num_unlike_logprobs": 0,
     }
+
+
+def test_what_is_no_number_on_one_side_alone_is_counted_and_told() -> None:
+    nan, inf = math.nan, math.inf
+    expected = [choice(0, nan, -inf, -1.0, -2.0)]
+    found = compare(expected, [choice(0, nan, -inf, nan, -2.5)])
+    assert found["max_logprob_difference"] == 0.5
+    assert (found["num_logprobs"], found["num_equal_logprobs"]) == (4, 2)
+    assert found["num_unlike_logprobs"] == 1
+    fixed = {"task": "sums", "num_items": 1, "duration_s": 1.0}
+    rows = [{"variant": variant, **fixed, **found} for variant in VARIANTS]
+    told = conclude(strict_json.loads(strict_json.dumps(rows))).finding
+    assert "4 of 16 log-likelihoods are not finite on one side alone" in told
 
 
 def test_a_text_differs_by_its_tokens_and_has_no_answer() -> None:
@@ -82,7 +98,7 @@ def test_every_way_of_running_gives_the_same_answers_in_float32(
     found = conclude(rows)
     assert 0 <= found.summary["max_logprob_difference"] < 1e-5
     assert found.summary["same_answer_share"] == 1.0
-    assert "12 documents, run 5 ways: at least 100.0% of the answers" in found.finding
+    assert "12 documents, run 5 ways: 48 of 48 answers are the same, " in found.finding
     assert found.table[0]["equal_logprob_share"] == 1.0
 
 

@@ -71,6 +71,7 @@ ROWS: dict[str, list[Row]] = {
             "max_logprob_difference": difference,
             "num_logprobs": 0 if difference is None else 32,
             "num_equal_logprobs": 0 if difference is None else 24,
+            "num_unlike_logprobs": 0,
         }
         for variant, same in zip(VARIANTS, (8, 8, 7, 6, 8), strict=True)
         for task, difference in (("winogrande", 2e-6), ("gsm8k", None))

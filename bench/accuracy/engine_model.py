@@ -5,7 +5,7 @@ text into tokens and how long it reads is known from its files, so a run that fi
 answered loads nothing. The identity names what decides about an answer: every byte of the
 checkpoint's weights, the type and kernels it is computed with, the KV cache's type, the tokenizer
 and the tokens that end an answer, and the engine's very sources. Batch size, threads and cache
-sizes are not part of it; in bfloat16 they may move the last bit of a score.
+sizes are not part of it; without compiled kernels they may move the last bit of a score.
 """
 
 import functools

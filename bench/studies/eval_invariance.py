@@ -2,13 +2,14 @@
 
 A score must be the model's and not the batch's: which requests share a step, where a prompt is cut
 into chunks, whether its beginning comes from the prefix cache. So the same documents are asked as
-`llmbench eval` does it, one request at a time, in short chunks, without a prefix cache, and in two
-halves, of which the second comes first. In float32 log-likelihoods agree to rounding (1e-5 nats).
-In bfloat16 a sum in another order may round another way, and the share of documents with the same
+`llmbench eval` does it, one request at a time, in short chunks, without a prefix cache, and every
+second document before the others. In float32 log-likelihoods agree to rounding (1e-5 nats). In
+bfloat16 a sum in another order may round another way, and the share of documents with the same
 answer says how much of a score is arithmetic.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from llmbench.bench.accuracy.items import ItemRecord
 
 AS_IT_RUNS = "as it runs"
-HALVES = "in halves"
+HALVES = "in two halves"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     AS_IT_RUNS: {},
     "one at a time": {"max_num_seqs": 1},
@@ -98,7 +99,7 @@ def measure(settings: EvalInvarianceSettings, lab: Lab) -> Iterator[Row]:
 def answer(
     settings: EvalInvarianceSettings, variant: str, folder: Path
 ) -> "tuple[float, dict[str, list[ItemRecord]]]":
-    """Ask all; returns the seconds without loading, and the items by task."""
+    """Ask all; returns the seconds of asking with a loaded model, and the items by task."""
     import time
 
     from llmbench.bench.accuracy.engine_model import EngineModel
@@ -106,35 +107,46 @@ def answer(
     from llmbench.bench.accuracy.evaluation import evaluate
     from llmbench.bench.accuracy.items import items_path, read_items
 
-    model = EngineModel(settings.engine(**VARIANTS[variant]))
-    model.load()
     shards: tuple[tuple[int, int] | None, ...] = ((1, 2), (0, 2)) if variant == HALVES else (None,)
-    started = time.perf_counter()
+    parts = [prepare(dataclasses.replace(settings.eval_config, shard=shard)) for shard in shards]
+    model = EngineModel(settings.engine(**VARIANTS[variant]))
+    try:
+        model.load()
+        model.identity  # noqa: B018  (reads tokenizer and digests, once)
+        started = time.perf_counter()
+        for number, prepared in enumerate(parts):
+            evaluate(prepared, model, folder / str(number))
+        seconds = time.perf_counter() - started
+    finally:
+        model.close()
     items: dict[str, list[ItemRecord]] = {}
-    for number, shard in enumerate(shards):
-        prepared = prepare(dataclasses.replace(settings.eval_config, shard=shard))
-        part = folder / str(number)
-        evaluate(prepared, model, part)
+    for number, prepared in enumerate(parts):
         for each in prepared.tasks:
             name = each.task.name
-            items.setdefault(name, []).extend(read_items(items_path(part, name)))
-    seconds = time.perf_counter() - started
-    model.close()
+            items.setdefault(name, []).extend(read_items(items_path(folder / str(number), name)))
     return seconds, {
         name: sorted(found, key=lambda item: item.doc_id) for name, found in items.items()
     }
 
 
 def compare(expected: "Sequence[ItemRecord]", found: "Sequence[ItemRecord]") -> Row:
-    """How far answers to the same documents are apart; a text's log-likelihood is per token."""
+    """How far answers to the same documents are apart; a text's log-likelihood is per token.
+
+    Where one side is no finite number and the other is, there is no distance: these are counted.
+    """
     differences: list[float] = []
-    num_same = num_answers = 0
+    num_same = num_answers = num_unlike = 0
     for one, other in zip(expected, found, strict=True):
         assert (one.doc_id, one.prompt_hash) == (other.doc_id, other.prompt_hash)
         if one.loglikelihoods is not None and other.loglikelihoods is not None:
             size = 1 if one.text_size is None else sum(one.num_tokens)
-            pairs = zip(one.loglikelihoods, other.loglikelihoods, strict=True)
-            differences += [abs(a - b) / size for a, b in pairs]
+            for a, b in zip(one.loglikelihoods, other.loglikelihoods, strict=True):
+                if a == b or (math.isnan(a) and math.isnan(b)):
+                    differences.append(0.0)
+                elif math.isfinite(a) and math.isfinite(b):
+                    differences.append(abs(a - b) / size)
+                else:
+                    num_unlike += 1
         if one.response is not None or one.pick is not None:
             num_answers += 1
             num_same += (one.response, one.pick) == (other.response, other.pick)
@@ -142,31 +154,37 @@ def compare(expected: "Sequence[ItemRecord]", found: "Sequence[ItemRecord]") -> 
         "num_answers": num_answers,
         "num_same_answers": num_same,
         "max_logprob_difference": max(differences, default=None),
-        "num_logprobs": len(differences),
-        "num_equal_logprobs": sum(difference == 0 for difference in differences),
+        "num_logprobs": len(differences) + num_unlike,
+        "num_equal_logprobs": differences.count(0.0),
+        "num_unlike_logprobs": num_unlike,
     }
 
 
 def conclude(rows: Sequence[Row]) -> Conclusion:
     """A line a way of running, over all tasks."""
     table = [_table_row(variant, rows) for variant in VARIANTS]
-    shares = _known(table[1:], "same_answer_share")
-    apart = _known([row for row in rows if row["variant"] != AS_IT_RUNS], "max_logprob_difference")
+    others = [row for row in rows if row["variant"] != AS_IT_RUNS]
+    answers, logprobs = _sum(others, "num_answers"), _sum(others, "num_logprobs")
+    same, unlike = _sum(others, "num_same_answers"), _sum(others, "num_unlike_logprobs")
+    apart = _known(others, "max_logprob_difference")
     parts = []
-    if shares:
-        parts.append(f"at least {min(shares):.1%} of the answers are the same")
+    if answers:
+        parts.append(f"{same:,} of {answers:,} answers are the same")
+    if unlike:
+        parts.append(f"{unlike:,} of {logprobs:,} log-likelihoods are not finite on one side alone")
     if apart:
         parts.append(
             f"log-likelihoods are at most {max(apart):.1e} nats apart"
             if max(apart) > 0
-            else "log-likelihoods are equal to the last bit"
+            else "finite log-likelihoods are equal to the last bit"
         )
     return Conclusion(
         finding=f"{table[0]['num_items']} documents, run {len(table)} ways: {', '.join(parts)}",
         table=table,
         summary={
-            "same_answer_share": min(shares, default=None),
+            "same_answer_share": same / answers if answers else None,
             "max_logprob_difference": max(apart, default=None),
+            "num_unlike_logprobs": unlike,
         },
         notes=(f"compared with {AS_IT_RUNS!r}; every way asks the same prompts",),
     )
@@ -174,20 +192,20 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
 
 def _table_row(variant: str, rows: Sequence[Row]) -> Row:
     here = [row for row in rows if row["variant"] == variant]
+    answers, logprobs = _sum(here, "num_answers"), _sum(here, "num_logprobs")
     apart = _known(here, "max_logprob_difference")
-
-    def share(part: str, whole: str) -> float | None:
-        total = sum(row[whole] for row in here)
-        return sum(row[part] for row in here) / total if total else None
-
     return {
         "variant": variant,
-        "num_items": sum(row["num_items"] for row in here),
-        "same_answer_share": share("num_same_answers", "num_answers"),
-        "equal_logprob_share": share("num_equal_logprobs", "num_logprobs"),
-        "max_logprob_difference": f"{max(apart):.1e}" if apart else "none",
+        "num_items": _sum(here, "num_items"),
+        "same_answer_share": _sum(here, "num_same_answers") / answers if answers else None,
+        "equal_logprob_share": _sum(here, "num_equal_logprobs") / logprobs if logprobs else None,
+        "largest_difference": f"{max(apart):.1e} nats" if apart else "none",
         "duration_s": here[0]["duration_s"],
     }
+
+
+def _sum(rows: Sequence[Row], name: str) -> int:
+    return sum(int(row[name]) for row in rows)
 
 
 def _known(rows: Sequence[Row], name: str) -> list[float]:

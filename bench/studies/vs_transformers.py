@@ -37,6 +37,7 @@ SIDES = (BUILT_IN, TRANSFORMERS)
 LOADS = ("one_stream", "batch", "prompt", "window")
 WARMUP_TOKENS = 8
 START_UP_PROMPT_LEN = 16
+WINDOW_LEN = 2048
 MIB = 2**20
 
 
@@ -48,7 +49,8 @@ class VsTransformersSettings(ModelSettings):
         batch_size: Requests that come at once to the built-in engine.
         transformers_batch_size: Prompts that `generate` gets in one call.
         prompt_len: Tokens of the prompt that is computed alone.
-        window_len: Tokens of the window that is scored.
+        window_len: Tokens of the window that is scored; None takes 2,048, or all that the model
+            reads if that is less.
         start_ups: Starts of a fresh process, with and without `compile`; 0 leaves them out.
     """
 
@@ -59,7 +61,7 @@ class VsTransformersSettings(ModelSettings):
     batch_size: int = 64
     transformers_batch_size: int = 8
     prompt_len: int = 512
-    window_len: int = 2048
+    window_len: int | None = None
     repetitions: int = 3
     start_ups: int = 2
 
@@ -73,7 +75,7 @@ class VsTransformersSettings(ModelSettings):
             "prompt_len",
             "repetitions",
         )
-        if self.window_len < 2:
+        if self.window_len is not None and self.window_len < 2:
             raise BenchConfigError(f"window_len must be at least 2, not {self.window_len}")
 
     @property
@@ -81,7 +83,7 @@ class VsTransformersSettings(ModelSettings):
         """The built-in engine, with a KV pool that the loads just fill."""
         block_size = 16
         batch_blocks = self.batch_size * -(-(self.input_len + self.output_len) // block_size)
-        longest = max(self.prompt_len, self.window_len) + 1
+        longest = max(self.prompt_len + 1, self.window_len or 0)
         prompt_blocks = -(-longest // block_size)
         return self.engine(
             policy="chunked",
@@ -101,8 +103,11 @@ def measure(settings: VsTransformersSettings, lab: Lab) -> Iterator[Row]:
     from llmbench.engine.models.source import resolve_folder
 
     is_dummy = settings.load_format == "dummy"
-    config = settings.engine_config
     folder = resolve_folder(settings.model, with_weights=not is_dummy)
+    if settings.window_len is None:
+        own = read_model_facts(folder, settings.engine()).max_model_len
+        settings = dataclasses.replace(settings, window_len=min(WINDOW_LEN, own))
+    config = settings.engine_config
     facts = read_model_facts(folder, config)
     prompts = PromptSource.of_folder(folder, facts.vocab_size, settings.seed)
     processes: dict[str, SideProcess] = {}
@@ -134,9 +139,12 @@ def _measure_load(
     prompts: "PromptSource",
 ) -> Iterator[Row]:
     """Time one load on both sides in turn; both have run it once, cut short, before."""
-    input_len = {"prompt": settings.prompt_len, "window": settings.window_len}.get(
-        load, settings.input_len
-    )
+    input_len = settings.input_len
+    if load == "prompt":
+        input_len = settings.prompt_len
+    elif load == "window":
+        assert settings.window_len is not None
+        input_len = settings.window_len
     sizes = {
         BUILT_IN: settings.batch_size if load == "batch" else 1,
         TRANSFORMERS: settings.transformers_batch_size if load == "batch" else 1,
@@ -264,11 +272,19 @@ def conclude(rows: Sequence[Row]) -> Conclusion:
     idle = max(row["idle_side_cpu_s"] / row["duration_s"] for row in loads)
     summary["idle_side_cpu_share"] = idle
     notes.append(f"the side that waited used at most {idle:.1%} of a core")
-    nats = [median_of(rows, "mean_token_nats", measure="window", side=side) for side in SIDES]
-    summary["mean_token_nats"] = dict(zip(SIDES, nats, strict=True))
-    notes.append(
-        "both score the same windows of random tokens: {:.4f} and {:.4f} nats a token".format(*nats)
-    )
+    nats = {
+        side: [
+            value
+            for value in values_of(rows, "mean_token_nats", measure="window", side=side)
+            if value is not None
+        ]
+        for side in SIDES
+    }
+    if all(nats.values()):
+        found = {side: statistics.median(values) for side, values in nats.items()}
+        summary["mean_token_nats"] = found
+        figures = " and ".join(f"{value:.4f}" for value in found.values())
+        notes.append(f"mean negative log-likelihood of the windows' tokens: {figures} nats")
     built_in = {
         load: median_of(rows, "num_requests", measure=load, side=BUILT_IN) for load in LOADS
     }

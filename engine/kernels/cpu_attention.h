@@ -90,9 +90,6 @@ struct Partial {
         int64_t padded = round_up(rows, 16);
         return {memory, memory + padded, memory + 2 * padded};
     }
-    Partial from(int64_t row, int64_t out_floats) const {
-        return {maxima + row, sums + row, out + row * out_floats};
-    }
     void clear(int64_t rows, int64_t out_floats) const {
         for (int64_t i = 0; i < rows; i++) maxima[i] = -INFINITY;
         std::memset(sums, 0, rows * sizeof(float));
@@ -253,7 +250,6 @@ class Attention {
         } else {
             for (int64_t tile = first; tile < last; tile++) {
                 Partial kept = kept_tile(item, tile);
-                kept.clear(rows, out_floats_);
                 attend(item, tile, to, &kept);
             }
             // Whoever ends last folds all.
@@ -349,7 +345,7 @@ class Attention {
             int64_t end = seen(item, query, index);
             int64_t low = shape_.window ? seen(item, query, index, shape_.window) : 0;
             for (int64_t g = 0; g < group_; g++, row++)
-                if (end > 0)
+                if (end > 0 && low < TILE)
                     soften<U>(to.scores + row * TILE, low, end, shape_, result.maxima + row,
                               result.sums + row);
                 else

@@ -45,12 +45,12 @@ struct GroupOutputs {
 template <class U, int BITS>
 void unpack_group(const uint8_t* codes, int64_t group_size, uint8_t* to, bool prefetch) {
     constexpr int operands = U::template PER_LINE<BITS>;
-    for (int64_t line = 0; line < group_size * BITS / 32; line++, codes += PAIR_OUTPUTS * 4)
+    for (int64_t line = 0; line < group_size * BITS / 32; line++, codes += LINE)
         for (int v = 0; v < VECTORS; v++) {
             vu codes_of = read<vu>(codes + v * VECTOR_BYTES);
             if (prefetch) prefetch_page_ahead(codes + v * VECTOR_BYTES);
             for (int k = 0; k < operands; k++)
-                write(to + (line * operands + k) * PAIR_OUTPUTS * 4 + v * VECTOR_BYTES,
+                write(to + (line * operands + k) * LINE + v * VECTOR_BYTES,
                       U::template get<BITS>(codes_of, k));
         }
 }
@@ -105,7 +105,7 @@ void dot_rows(const QuantizedCall& call, const Inputs& in, const PairOfBlocks& p
         typename U::Sum part[M][VECTORS];
         for (int i = 0; i < M; i++)
             for (int v = 0; v < VECTORS; v++) part[i][v] = typename U::Sum{};
-        for (int64_t l = 0; l < lines; l++, line += PAIR_OUTPUTS * 4) {
+        for (int64_t l = 0; l < lines; l++, line += LINE) {
             vu codes[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
                 codes[v] = read<vu>(line + v * VECTOR_BYTES);
@@ -150,7 +150,7 @@ void dot_pairs(const QuantizedCall& call, const Inputs& in, int64_t first, int64
     const RecordLayout layout(call);
     constexpr bool is_unpacked_as_it_is = U::INPUTS_EACH == 4 && BITS == 8;
     bool is_unpacked = call.linear.rows > 2 * MOST_ROWS && !is_unpacked_as_it_is;
-    int64_t group_bytes = call.group_size / U::INPUTS_EACH * PAIR_OUTPUTS * 4;
+    int64_t group_bytes = call.group_size / U::INPUTS_EACH * LINE;
     uint8_t* memory = is_unpacked ? operand_memory(call.groups * group_bytes) : nullptr;
     for (int64_t i = first; i < last; i++) {
         PairOfBlocks pair{records_of(call, layout, i), memory, i};

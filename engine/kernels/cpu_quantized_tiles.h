@@ -11,7 +11,7 @@
 #if HAS_TILES
 namespace {
 
-constexpr int64_t CHUNK = 4;                // groups that are multiplied at once
+constexpr int64_t CHUNK = 4;  // groups that are multiplied at once
 
 // Registers 0 to 3 sum; 4 and 5 hold inputs, 6 and 7 operands.
 inline TileConfig rows_config(int64_t rows, int64_t units) {
@@ -59,7 +59,7 @@ class TilePairs {
           rest_config_(rows_config(rest_ ? rest_ : TILE_ROWS, step_)) {
         int64_t chunks = (call_.groups + CHUNK - 1) / CHUNK;
         chunk_ = (call_.groups + chunks - 1) / chunks;
-        int64_t totals = call_.groups > 1 ? rows_ * PAIR_OUTPUTS * 4 : 0;
+        int64_t totals = call_.groups > 1 ? rows_ * LINE : 0;
         bool is_unpacked = Product::is_unpacked || two_levels;
         uint8_t* memory = operand_memory(totals + (is_unpacked ? chunk_ * group_bytes_ : 0));
         totals_ = reinterpret_cast<vf*>(memory);

@@ -44,7 +44,7 @@ inline void unpack_two_levels(const QuantizedCall& call, const RecordLayout& lay
             for (int i = 0; i < 4; i++) table[b][i] = _mm512_load_si512(tables[b] + 64 * i);
         }
         const uint8_t* line = record + layout.codes;
-        for (int64_t c = 0; c < call.group_size; c += 8, line += PAIR_OUTPUTS * 4)
+        for (int64_t c = 0; c < call.group_size; c += 8, line += LINE)
             for (int b = 0; b < PAIR; b++) {
                 __m512i codes = _mm512_loadu_si512(line + b * 64);
                 prefetch_page_ahead(line + b * 64);
@@ -54,10 +54,10 @@ inline void unpack_two_levels(const QuantizedCall& call, const RecordLayout& lay
                     __m512i low = _mm512_permutex2var_epi8(table[b][0], place, table[b][1]);
                     __m512i high = _mm512_permutex2var_epi8(table[b][2], place, table[b][3]);
                     __mmask64 is_high = _mm512_movepi8_mask(place);
-                    _mm512_storeu_si512(to + k * PAIR_OUTPUTS * 4 + b * 64,
+                    _mm512_storeu_si512(to + k * LINE + b * 64,
                                         _mm512_mask_blend_epi8(is_high, low, high));
                 }
-                if (b == PAIR - 1) to += 2 * PAIR_OUTPUTS * 4;
+                if (b == PAIR - 1) to += 2 * LINE;
             }
     }
 }
