@@ -494,6 +494,12 @@ def test_a_window_of_one_token_has_nothing_to_score() -> None:
         VsTransformersSettings(window_len=1)
 
 
+def test_a_window_longer_than_the_model_reads_is_refused(tiny_model: str, tmp_path: Path) -> None:
+    settings = VsTransformersSettings(model=tiny_model, window_len=99_999)
+    with pytest.raises(BenchConfigError, match=r"window_len is 99,999, .* reads at most"):
+        list(vs_transformers.measure(settings, Lab(folder=tmp_path)))
+
+
 def test_ratio_is_of_pairs_of_the_same_repetition() -> None:
     ratio = ratio_of_pairs({0: 4.0, 1: 9.0, 2: 8.0}, {2: 2.0, 1: 3.0, 0: 2.0})
     assert ratio == {"value": 3.0, "low": 2.0, "high": 4.0, "interval": "range of 3 pairs"}

@@ -102,7 +102,7 @@ def test_every_way_of_running_gives_the_same_answers_in_float32(
     assert found.table[0]["equal_logprob_share"] == 1.0
 
 
-@pytest.mark.parametrize("changes", [{"limit": 0}, {"tasks": ()}])
+@pytest.mark.parametrize("changes", [{"limit": 0}, {"tasks": ()}, {"tasks": ("perplexity",)}])
 def test_settings_that_ask_nothing_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(BenchConfigError):
         EvalInvarianceSettings(**changes)

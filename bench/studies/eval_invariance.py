@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmbench.bench.accuracy.eval_config import PERPLEXITY
 from llmbench.bench.errors import BenchConfigError
 from llmbench.bench.studies.study import (
     Conclusion,
@@ -61,6 +62,8 @@ class EvalInvarianceSettings(ModelSettings):
         require_positive(self, "limit")
         if not self.tasks:
             raise BenchConfigError("expected at least one task, found none")
+        if PERPLEXITY in self.tasks:
+            raise BenchConfigError(f"tasks are asked here, and {PERPLEXITY} of a text is none")
 
     @property
     def eval_config(self) -> "EvalConfig":

@@ -104,9 +104,13 @@ def measure(settings: VsTransformersSettings, lab: Lab) -> Iterator[Row]:
 
     is_dummy = settings.load_format == "dummy"
     folder = resolve_folder(settings.model, with_weights=not is_dummy)
+    own = read_model_facts(folder, settings.engine()).max_model_len
     if settings.window_len is None:
-        own = read_model_facts(folder, settings.engine()).max_model_len
         settings = dataclasses.replace(settings, window_len=min(WINDOW_LEN, own))
+    elif settings.window_len > own:
+        raise BenchConfigError(
+            f"window_len is {settings.window_len:,}, {settings.model} reads at most {own:,} tokens"
+        )
     config = settings.engine_config
     facts = read_model_facts(folder, config)
     prompts = PromptSource.of_folder(folder, facts.vocab_size, settings.seed)
