@@ -234,7 +234,7 @@ class BlockCalibration:
                 for one in self._passes:
                     one.resume()
                     assert one.group_input is not None
-                    statistics.update(one.group_input)
+                    statistics.update(self._as_served(group.names[0], one.group_input))
                     one.group_input = None
             yield group, statistics
         self._pause_at = frozenset()
@@ -255,14 +255,19 @@ class BlockCalibration:
                 if name in self._observed:
                     self._observed[name].update(x)
                 return None
-            if name in self.int8_inputs:
-                x = round_activations(x, self.outlier_threshold)
             if name in self._pause_at:
                 one.group_input = x
                 one.pause()
-            return (x, *inputs[1:])
+            # Only now: all batches wait above at once, and a rounded copy of each would wait too.
+            return (self._as_served(name, x), *inputs[1:])
 
         return hook
+
+    def _as_served(self, name: str, x: Tensor) -> Tensor:
+        """A layer's input as the saved model gives it to the layer."""
+        if name not in self.int8_inputs:
+            return x
+        return round_activations(x, self.outlier_threshold)
 
 
 def batches_of_equal_length(samples: Sequence[Sequence[int]]) -> list[list[list[int]]]:
